@@ -93,24 +93,24 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     state, image, past = resumed(run, as_saved(config, job, initial, mesh))
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
-        on = Techniques(config, engine)
+        techniques = Techniques(config, engine)
         recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
         lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
         home.watch(engine)
-        extra = lambda step: recorder.extra(step) | {"techniques": on.extra()}
-        first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *on.hooks])
+        extra = lambda step: recorder.extra(step) | {"techniques": techniques.extra()}
+        first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *techniques.hooks])
         saves = enter_saves(config, engine, run, home, data.steps, image, past, extra, first)
         if lost_before:
             saves.count_failed(lost_before)
-        recorder.figures = lambda state, step_metrics: on.figures(state, step_metrics) | saves.figures()
+        recorder.figures = lambda state, step_metrics: techniques.figures(state, step_metrics) | saves.figures()
         best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
-        look, stop = hooks_of(config, engine, recorder, saves, best, asked)
+        evaluate_hook, stop_hook = hooks_of(config, engine, recorder, saves, best, asked)
         while True:
             try:
                 with contextlib.suppress(Over):
                     # An evaluation due at this step that a stop or a kill has prevented.
-                    stop(look(engine.state, engine.step, None, None), engine.step, None, None)
-                    train(engine, data.train, [recorder.show, *on.hooks, saves.hook, look, stop])
+                    stop_hook(evaluate_hook(engine.state, engine.step, None, None), engine.step, None, None)
+                    train(engine, data.train, [recorder.show, *techniques.hooks, saves.hook, evaluate_hook, stop_hook])
                 unsaved = saves.last(engine.state)
                 with contextlib.suppress(Stopped):
                     asked.check()

@@ -140,9 +140,7 @@ class SnapshotSchedule:
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
-            raise ValueError(
-                f"a snapshot of step {step} is announced already: let one function save all that is wanted."
-            )
+            raise ValueError(f"a snapshot of step {step} is announced already: let one function do all the saving.")
         self._to_come[step] = snapshot
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
@@ -371,15 +369,15 @@ class EngineBase:
             return False
         return bool(entered.__exit__(kind, error, trace))
 
-    def _change_with_recovery(self, change: Callable) -> Any:
+    def _change_exclusively(self, change: Callable) -> Any:
         """Return change(tables), calling it again after recovery if it raises ShardsLost."""
         while True:
-            changed, lost = self._changed(change)
+            changed, lost = self._change_once(change)
             if not lost:
                 return changed
             self._recover_during_change(lost)
 
-    def _changed(self, change: Callable) -> tuple[Any, Collection[int]]:
+    def _change_once(self, change: Callable) -> tuple[Any, Collection[int]]:
         """Return the result of `_try_change`, called with exclusive access to the tables."""
         raise NotImplementedError
 
@@ -552,7 +550,7 @@ class Serial(EngineBase):
     def _train(self, plans, batch, hooks, forget):
         while True:
             # A step donates its state: an interrupt between the call and the assignment would leave no state.
-            with uninterrupted(again=False) as asked:
+            with uninterrupted(reraise=False) as deferred:
                 metrics = self._commit(plans, batch, forget)
             try:
                 if metrics is not None:
@@ -560,7 +558,7 @@ class Serial(EngineBase):
                         self._run_hook(hook, plans, metrics)
                 self._finish_step()
             finally:
-                raise_deferred(asked)
+                raise_deferred(deferred)
             if metrics is not None:
                 return metrics
 
@@ -645,14 +643,14 @@ class Serial(EngineBase):
         """
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        changed = self._change_with_recovery(change)
+        changed = self._change_exclusively(change)
         if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
-            raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are wanted.")
+            raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are expected.")
         self._state = self._state._replace(tables=changed)
         if not self.running:  # outside a run, the change is responsible for lost shards
             self._lost_shards = set()
 
-    def _changed(self, change):
+    def _change_once(self, change):
         self._alone = True
         try:
             return self._try_change(change, self._state.tables)

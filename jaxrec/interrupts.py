@@ -16,53 +16,54 @@ _GLANCE_SECONDS = 0.05
 
 
 @contextlib.contextmanager
-def uninterrupted(again: bool = True) -> Iterator[list[int]]:
+def uninterrupted(reraise: bool = True) -> Iterator[list[int]]:
     """Defer Ctrl-C and SIGTERM until the block ends; yield the list of deferred signal numbers.
 
     It has an effect on the main thread only, as no other thread receives signals. Signals without a Python handler are
     not deferred: they raise nothing between two instructions.
 
     Args:
-      again: whether to raise the signals when the block ends. If False, the caller calls `raise_deferred`; if the block
+      reraise: whether to raise the signals when the block ends. If False, the caller calls `raise_deferred`; if the
+      block
         raises, they are raised all the same.
     """
-    asked: list[int] = []
+    deferred: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield deferred
         return
     whole = False
     try:
-        with _put_off(signal.SIGTERM, asked), _put_off(signal.SIGINT, asked):
-            yield asked
+        with _put_off(signal.SIGTERM, deferred), _put_off(signal.SIGINT, deferred):
+            yield deferred
         whole = True
     finally:
-        if asked and (again or not whole):
-            raise_deferred(asked)
+        if deferred and (reraise or not whole):
+            raise_deferred(deferred)
 
 
 class _put_off:
     """Context manager that appends occurrences of one signal to a list."""
 
-    def __init__(self, number, asked):
-        self.number, self.asked, self.handler = number, asked, signal.getsignal(number)
+    def __init__(self, number, deferred):
+        self.number, self.deferred, self.handler = number, deferred, signal.getsignal(number)
 
     def __enter__(self):
         if callable(self.handler):
-            signal.signal(self.number, lambda number, frame: self.asked.append(number))
+            signal.signal(self.number, lambda number, frame: self.deferred.append(number))
 
     def __exit__(self, *error):
         if callable(self.handler):
             signal.signal(self.number, self.handler)
 
 
-def raise_deferred(asked: Sequence[int]) -> None:
+def raise_deferred(deferred: Sequence[int]) -> None:
     """Run the handlers of deferred signals, SIGINT first."""
-    if asked:
-        number = min(asked)
+    if deferred:
+        number = min(deferred)
         try:
             signal.raise_signal(number)
         finally:
-            raise_deferred([other for other in asked if other != number])
+            raise_deferred([other for other in deferred if other != number])
 
 
 def wait(
@@ -83,8 +84,8 @@ def wait(
     longest = _GLANCE_SECONDS if looks else threading.TIMEOUT_MAX
     end = time.monotonic() + seconds
     while True:
-        with uninterrupted() as asked, changed:
-            while not (found := over()) and not asked and (left := end - time.monotonic()) > 0:
+        with uninterrupted() as deferred, changed:
+            while not (found := over()) and not deferred and (left := end - time.monotonic()) > 0:
                 changed.wait(min(left, longest))
-            if found or not asked:
+            if found or not deferred:
                 return found

@@ -175,7 +175,7 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
     if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
         kind = f"a {type(found).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
         raise ValueError(
-            f"{what} returned {kind} for {size} examples (of one device), but one number for each is wanted, "
+            f"{what} returned {kind} for {size} examples (of one device), but one number for each is expected, "
             f"f32[{size}]: take `[..., 0]` of an nn.Dense(1), in logit and label alike, and leave the mean to the "
             "step, which weights the examples. A loss may return it with a dict of figures, (f32, figures), or with "
             "figures and variables."
@@ -185,7 +185,7 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
 def _check_figures(figures, size):
     if not isinstance(figures, dict):
         raise ValueError(
-            f"the loss returned a {type(figures).__name__} beside its numbers: a dict of figures is wanted there, "
+            f"the loss returned a {type(figures).__name__} beside its numbers: a dict of figures is expected there, "
             "(f32[B], {'name': f32[B]})."
         )
     if taken := [name for name in RESERVED if name in figures]:

@@ -143,7 +143,7 @@ def _clicks(logit, label, weight):
     if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:
         raise ValueError(
             f"logits of shape {logit.shape}, labels {label.shape}, weights {weight.shape}: one of "
-            "each for an example is wanted, [n] each. Take `[..., 0]` of an nn.Dense(1)."
+            "each for an example is expected, [n] each. Take `[..., 0]` of an nn.Dense(1)."
         )
     finite = (weight >= 0) & (weight < np.inf)
     _refuse(ValueError, weight, finite, "weight", "weights are finite and 0 or more")

@@ -125,7 +125,7 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
     for pair in batches:
         if isinstance(pair, Batch) or len(pair) != 2:
             raise ValueError(
-                f"a (Batch, {{stack: Plan}}) pair is wanted, got a {type(pair).__name__}: iterate over "
+                f"a (Batch, {{stack: Plan}}) pair is expected, got a {type(pair).__name__}: iterate over "
                 "planned(spec, batches)."
             )
         yield pair

@@ -169,7 +169,7 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
     score, target = np.asarray(score), np.asarray(target)
     if score.ndim != 2 or target.shape != score.shape[:1] or not np.issubdtype(target.dtype, np.integer):
         raise ValueError(f"scores of shape {score.shape} and targets {target.dtype}{list(target.shape)}: f32[n, items] "
-                         "and i32[n] are wanted.")  # fmt: skip
+                         "and i32[n] are expected.")  # fmt: skip
     if len(target) and not (0 <= target.min() and target.max() < score.shape[1]):
         raise ValueError(f"targets from {target.min()} to {target.max()}, but there are {score.shape[1]} items.")
     if np.isnan(score).any():
@@ -196,7 +196,7 @@ def gain_of_places(place: np.ndarray, at: Sequence[int] = (10, 100)) -> Mapping[
     """
     place = np.asarray(place, np.float64)
     if place.ndim != 1 or not len(place) or not (place >= 0).all():
-        raise ValueError(f"places of shape {place.shape}: at least one is wanted, [n], each 0 or more.")
+        raise ValueError(f"places of shape {place.shape}: at least one is expected, [n], each 0 or more.")
     found = {}
     for k in at:
         whole_number("k of at", k, 1)

@@ -50,7 +50,7 @@ def as_mesh(mesh: jax.sharding.Mesh | None) -> jax.sharding.Mesh:
         return make_mesh()
     if mesh.axis_names != AXES:
         raise ValueError(
-            f"the mesh has the axes {mesh.axis_names}, but one over {AXES} is wanted: jaxrec.make_mesh(replicas, "
+            f"the mesh has the axes {mesh.axis_names}, but one over {AXES} is expected: jaxrec.make_mesh(replicas, "
             "devices)."
         )
     return mesh if mesh.axis_types == _AUTO else jax.sharding.Mesh(mesh.devices, AXES, axis_types=_AUTO)

@@ -43,6 +43,23 @@ from jaxrec.sharding import (
 from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, Rows, ShardsLost, TrainState
 from jaxrec.xla import check_fusion
 
+__all__ = [
+    "check_step",
+    "gradients",
+    "init_state",
+    "make_eval_step",
+    "make_train_step",
+    "make_update",
+    "run_hooks",
+    "step_dense",
+    "step_rows",
+    "update",
+    "with_replica",
+    "without_replica",
+]
+
+_DENSE = DenseState(step=EVERYWHERE, params=PER_REPLICA, opt_state=PER_REPLICA)
+
 
 def update(
     dense: DenseState,
@@ -217,24 +234,6 @@ def with_replica(dense: DenseState) -> DenseState:
     return DenseState(dense.step, jax.tree.map(one, dense.params), jax.tree.map(one, dense.opt_state))
 
 
-__all__ = [
-    "check_step",
-    "gradients",
-    "init_state",
-    "make_eval_step",
-    "make_train_step",
-    "make_update",
-    "run_hooks",
-    "step_dense",
-    "step_rows",
-    "update",
-    "with_replica",
-    "without_replica",
-]
-
-_DENSE = DenseState(step=EVERYWHERE, params=PER_REPLICA, opt_state=PER_REPLICA)
-
-
 def init_state(
     params: PyTree, optimizer: optax.GradientTransformation, tables: Tables, mesh: jax.sharding.Mesh | None = None
 ) -> TrainState:
@@ -386,7 +385,7 @@ def make_train_step(
     """
     mesh = as_mesh(mesh)
     mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
-    read_rows, put_rows = _verbs(spec, mesh)
+    read_rows, put_rows = _device_operations(spec, mesh)
 
     # One program, so that XLA writes the rows into the donated tables in place.
     def fused(state, plans, batch):
@@ -411,7 +410,7 @@ def make_train_step(
     return _checked(run, spec, mesh)
 
 
-def _verbs(spec, mesh):
+def _device_operations(spec, mesh):
     """Return functions that read and put rows of device tables, each device those of its own shards."""
     of_plans, over = plan_specs(spec.stacks), functools.partial(jax.shard_map, mesh=mesh, out_specs=SPLIT)
     read = over(lambda tables, plans: tables.read(plans), in_specs=(SPLIT, of_plans))
@@ -463,7 +462,7 @@ def check_step(
     """
     spec, mesh = state.tables.spec, update.mesh  # type: ignore[attr-defined]
     on_device = isinstance(state.tables, DeviceTables)
-    rows = _verbs(spec, mesh)[0](state.tables, plans) if on_device else state.tables.read(plans)
+    rows = _device_operations(spec, mesh)[0](state.tables, plans) if on_device else state.tables.read(plans)
     compiled = jax.jit(update)(state.dense, rows, plans, batch)
     with jax.disable_jit():
         plain = update(state.dense, rows, plans, batch)
@@ -506,7 +505,7 @@ def make_eval_step(
     if not 0 <= replica < mesh.shape[REPLICA]:
         last = mesh.shape[REPLICA] - 1
         raise ValueError(f"replica={replica} must lie between 0 and {last}, as the mesh has them.")
-    of_plans, (read_rows, _) = plan_specs(spec.stacks), _verbs(spec, mesh)
+    of_plans, (read_rows, _) = plan_specs(spec.stacks), _device_operations(spec, mesh)
     predicted = functools.partial(predictions, spec=spec, predict=predict)
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
     mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)

@@ -80,7 +80,7 @@ def _check_weight(weight):
     # Values are checked on the host only, as reading them from a device would block.
     if weight.ndim != 1 or not len(weight):
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}, but f32[B] of at least one example is wanted: np.ones(B, "
+            f"weight has shape {tuple(weight.shape)}, but f32[B] of at least one example is expected: np.ones(B, "
             "np.float32) if all count, 0 for padding."
         )
     # A NaN makes the minimum NaN, which is not >= 0.
@@ -96,7 +96,7 @@ def _check_plans(spec, plans, ids):
     if not isinstance(plans, Mapping) or plans.keys() != spec.stacks.keys():
         found = list(plans) if isinstance(plans, Mapping) else type(plans).__name__
         raise ValueError(
-            f"plans are {found}, but {{stack: Plan}} of {list(spec.stacks)} is wanted: make it "
+            f"plans are {found}, but {{stack: Plan}} of {list(spec.stacks)} is expected: make it "
             "with jaxrec.plan(spec, batch.ids), or iterate over planned(spec, batches)."
         )
     for name, plan in plans.items():

@@ -179,11 +179,11 @@ def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
 
 @pytest.mark.parametrize("base", [True, False])
 @pytest.mark.parametrize("written", [False, True], ids=["a successor's initial rows", "rows that were written"])
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 26])
+@pytest.mark.parametrize("group_bytes", [1, 1 << 26])
 def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(
-    tmp_path, base, written, piece_bytes, monkeypatch
+    tmp_path, base, written, group_bytes, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_PIECE_BYTES", piece_bytes)  # shadowed by a function
+    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_GROUP_BYTES", group_bytes)  # shadowed by a function
     run = Saved(tmp_path, base=base)
     for step in (1, 2):
         run.save(step)

@@ -488,7 +488,9 @@ def test_shadowsync_quality_plays_every_rule_in_both_forms():
     for rule, form in [(name, form) for name in forms for form in forms[name]]:
         script = shadowsync_quality.script_of(f"s_{rule}-{form}", config)
         assert f"s_{rule}-{form}" in arms
-        assert dict(script.rule.settings)["form"] == form and script.rule.name == rule
+        assert dict(script.rule.settings)["form"] == form and script.rule.name == (
+            "model_averaging" if rule == "ma" else rule
+        )
         assert script.every_ticks == script.latency_ticks == config.shadow_steps
     assert {"fr_easgd-symmetric_5", "fr_easgd-sequential_30", "fr_ma_5", "fr_bmuf_30"} <= set(arms)
     assert dict(shadowsync_quality.script_of("fr_bmuf_30", config).rule.settings)["momentum"] == config.block_momentum

@@ -33,7 +33,7 @@ SHAPES = {
 )
 def test_a_loss_and_a_prediction_are_one_number_for_each_example(name, train):
     wrong = lambda *args: SHAPES[name](loss(*args))
-    with pytest.raises(ValueError, match=r"for 8 examples .of one device., but one number for each is wanted"):
+    with pytest.raises(ValueError, match=r"for 8 examples .of one device., but one number for each is expected"):
         step_with(wrong, train=train)
     step_with(loss, train=train)
 

@@ -125,5 +125,5 @@ def test_what_is_no_click_is_refused_and_padding_may_hold_it(name, place, value,
 def test_columns_are_refused(name):
     logit, label, weight = click_data(0, n=5)
     for arrays in ((logit[:, None], label, weight), (logit, label[:, None], weight), (logit, label, weight[:4])):
-        with pytest.raises(ValueError, match="one of each for an example is wanted"):
+        with pytest.raises(ValueError, match="one of each for an example is expected"):
             MEASURES[name](*arrays)

@@ -607,14 +607,14 @@ class BrokenSave:
         self.thread.join(60)
 
 
-@pytest.mark.parametrize("what", ["leave", "snapshot", "exclusive", "drain"])
+@pytest.mark.parametrize("what", ["leave", "snapshot_at", "exclusive", "drain"])
 def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_nothing(what):
     batches, save = make_batches(16), BrokenSave()
     stream = iter(batches)
 
     def ask(state):
         save.wait()
-        given = {"snapshot": (9, save), "drain": (), "exclusive": (unchanged,)}[what]
+        given = {"snapshot_at": (9, save), "drain": (), "exclusive": (unchanged,)}[what]
         getattr(pipeline, what)(*given)
         pytest.fail("the call says nothing of the save")
 

@@ -748,11 +748,11 @@ def test_the_servers_write_row_deltas_of_what_they_held_at_the_save_and_no_row_t
 def test_a_message_to_write_that_comes_again_writes_nothing_more_and_one_after_the_next_save_is_refused(tmp_path):
     tables = remote(SPEC, ROWS, 2)
     first = snapshot_rows(tables, {("width_4", 0): [4]}, 1)
-    files = first.remote_rows(tmp_path)
-    assert files and first.remote_rows(tmp_path) == files
-    snapshot_rows(tables, {("width_4", 0): [4]}, 2).remote_rows(tmp_path)
+    files = first.write_remote_rows(tmp_path)
+    assert files and first.write_remote_rows(tmp_path) == files
+    snapshot_rows(tables, {("width_4", 0): [4]}, 2).write_remote_rows(tmp_path)
     with pytest.raises(OSError, match=r"the rows to save of shards \[0, 2\] were lost with an earlier server"):
-        first.remote_rows(tmp_path)
+        first.write_remote_rows(tmp_path)
 
 
 def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):

@@ -37,7 +37,7 @@ def run(task: Task) -> None:
         with tempfile.TemporaryDirectory(prefix="jaxrec-saves-") as directory:
             free = shutil.disk_usage(directory).free
             if free < 4e9 * point["table_gb"]:
-                raise ValueError(f"{directory} has {free / 1e9:.1f} GB free: 4 times the tables are wanted.")
+                raise ValueError(f"{directory} has {free / 1e9:.1f} GB free: 4 times the tables are needed.")
             job = Job(point["tables"], rows, 64 if task.smoke else 4096)
             found = task.turns(SavesInTurns(job, Path(directory), task.smoke).ways, until)
         task.row(point | {"rows": rows, "batch": job.batch_size}, figures_of_saves(found))

@@ -66,13 +66,11 @@ class PeriodicSaves:
         self._cores = cores()
         self._image = past is not None  # whether an image is known to be committed
         self._began = self._last = clock()
-        self._snapshot, self._announced = (
-            snapshot,
-            False,
-        )  # whether a save is pending, or running in a thread of the engine
-        self._begun = self._told = 0
+        self._snapshot = snapshot
+        self._announced = False  # whether a save is pending, or running in a thread of the engine
+        self._started = self._reported = 0
         self._first: int | None = None  # step of the first hook
-        self._looked = 0  # the last step that was checked
+        self._checked_step = 0  # the last step that was checked
         self._waited = self._cost_before = 0.0  # seconds
         self._step: int | None = None  # of the last save
         self._failed_before = 0  # failures before it began
@@ -89,10 +87,10 @@ class PeriodicSaves:
                 self.save(state)
             else:
                 self._announced = True
-                self._snapshot(step + 1, self._at_cut, unreached="ignore")
+                self._snapshot(step + 1, self._save_snapshot, unreached="ignore")
         return state
 
-    def _at_cut(self, state):
+    def _save_snapshot(self, state):
         try:
             self.save(state)
         finally:
@@ -112,13 +110,13 @@ class PeriodicSaves:
                 self._checkpointer.save(state, extra)
         except OSError as error:
             self._checkpointer.failures.append(str(error))
-        self._begun, self._step, self._last = self._begun + 1, step, self._clock()
+        self._started, self._step, self._last = self._started + 1, step, self._clock()
 
     def ensure_image(self, state) -> None:
         """Wait for an image before the first row of metrics: rows without an image then mean lost images."""
         if self._image or self._every_steps == 0:
             return
-        if not self._begun or self._last_failed():
+        if not self._started or self._last_failed():
             self.save(state)
         self._image = self._settle()
 
@@ -131,7 +129,7 @@ class PeriodicSaves:
     def totals(self) -> dict[str, float]:
         """Return saves done and failed, blocking seconds, total cost in seconds, and seconds of the run."""
         now = {
-            "saves": self._begun - len(self._checkpointer.failures),
+            "saves": self._started - len(self._checkpointer.failures),
             "saves_failed": len(self._checkpointer.failures),
             "stall_s": self._checkpointer.stall_seconds + self._waited,
             "cost_s": self._cost() + self._waited,
@@ -155,10 +153,10 @@ class PeriodicSaves:
 
     def _is_due(self, step, idle):
         if self._every_steps is not None:
-            looked, self._looked = max(self._looked, (self._first or step) - 1), step
+            looked, self._checked_step = max(self._checked_step, (self._first or step) - 1), step
             # A multiple since the last check, as free-running trainers call this after many steps only.
             return self._every_steps > 0 and step // self._every_steps > looked // self._every_steps
-        if not self._begun:
+        if not self._started:
             return step - (self._first or step) + 1 >= FIRST_STEPS
         every_s = seconds_between(self._cost() - self._cost_before, self._last_failed())
         return idle and self._clock() - self._last >= every_s
@@ -184,9 +182,9 @@ class PeriodicSaves:
         idle = True
         with contextlib.suppress(OSError):
             idle = self._checkpointer.done()
-        for failure in self._checkpointer.failures[self._told :]:
+        for failure in self._checkpointer.failures[self._reported :]:
             say(f"a save failed; the next one tries again: {failure}", sys.stderr)
-        self._told = len(self._checkpointer.failures)
+        self._reported = len(self._checkpointer.failures)
         return idle
 
 

@@ -443,5 +443,5 @@ def _step_seconds(first_steps) -> float:
         jax.block_until_ready(metrics)
         times.append(time.perf_counter())
     if len(times) < MEASURED_STEPS:
-        raise ValueError(f"{len(times)} steps are too few to measure costs by: {MEASURED_STEPS} are wanted.")
+        raise ValueError(f"{len(times)} steps are too few to measure costs by: {MEASURED_STEPS} are needed.")
     return float(np.median(np.diff(times[MEASURED_STEPS // 2 :])))

@@ -137,7 +137,7 @@ class Snapshot(NamedTuple):
     # More arrays; each dict is written before the next one is requested.
     later: Iterable[dict[str, np.ndarray]] = ()
     # (directory) -> {file: [bytes, crc32]}: makes the servers write and flush their rows.
-    remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
+    write_remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:
@@ -174,7 +174,7 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
 
 def _write_files(partial, image):
     """Write and flush the arrays, then the manifest with their checksums."""
-    theirs = image.remote_rows(partial) if image.remote_rows else {}
+    theirs = image.write_remote_rows(partial) if image.write_remote_rows else {}
     pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
     for number, arrays in enumerate(pieces):
         _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)

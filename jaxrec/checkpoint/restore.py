@@ -35,7 +35,7 @@ from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
 from jaxrec.types import DenseState, Part, PyTree, TrainState
 
-_THREADS, _TRIES, _PIECE_BYTES = 4, 3, 1 << 26
+_THREADS, _TRIES, _GROUP_BYTES = 4, 3, 1 << 26
 Home = TypeVar("Home", bound=Tables)
 Loaded = TypeVar("Loaded")
 
@@ -260,7 +260,7 @@ def _restored(found, tables, shard):
 
 
 def _server_restore(server, shards, path):
-    """Restore shards in place at their server, in pieces: a copy of them would double the memory."""
+    """Restore shards in place at their server, in groups: a copy of them would double the memory."""
     spec, layout = server.spec, described(server.layout)
     found = [] if path is None else chain(path)
     for image in found:
@@ -269,31 +269,31 @@ def _server_restore(server, shards, path):
         for name, shard in itertools.product(spec.stacks, shards):
             server.reset_shard(name, shard)
     for image in found:  # oldest first
-        for piece in _pieces(spec, shards, image):
-            arrays = load_arrays(image, _leaves_of_shards(spec, piece, image))
-            for name, shard in itertools.product(spec.stacks, piece):
+        for group in _shard_groups(spec, shards, image):
+            arrays = load_arrays(image, _leaves_of_shards(spec, group, image))
+            for name, shard in itertools.product(spec.stacks, group):
                 for part, table in server.writable(name, shard).items():
                     _write_over(table, arrays, name, shard, part, spec.shards)
-            del arrays  # before the next piece is read
+            del arrays  # before the next group is read
 
 
-def _pieces(spec, shards, image) -> Iterator[list[int]]:
-    """Split the shards into pieces of about `_PIECE_BYTES` in an image.
+def _shard_groups(spec, shards, image) -> Iterator[list[int]]:
+    """Split the shards into groups of about `_GROUP_BYTES` in an image.
 
     Opening a small delta for each shard would cost more than reading it.
     """
     sizes = collections.Counter[str]()
     for file, (size, _) in image.files.items():
         sizes[file.split("/")[1] if file.count("/") > 1 else ""] += size
-    piece, total = [], 0
+    group, total = [], 0
     for shard in shards:
-        piece.append(shard)
+        group.append(shard)
         total += sum(sizes[leaf] for leaf in _leaves_of_shards(spec, [shard], image))
-        if total >= _PIECE_BYTES:
-            yield piece
-            piece, total = [], 0
-    if piece:
-        yield piece
+        if total >= _GROUP_BYTES:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[Path, list[DamagedImage]]:
@@ -487,7 +487,7 @@ def _write_rows_over(image: Image, spec: EmbeddingSpec, rows: Mapping[str, Mappi
 
 
 def _refuse_slots(image, parts):
-    """Raise if slots are wanted: images do not record their initial values."""
+    """Raise if slots are requested: images do not record their initial values."""
     if set(parts) != {"value"}:
         raise ValueError(
             f"{image.path} goes over initial rows, and what their slots {[p for p in parts if p != 'value']} begin "

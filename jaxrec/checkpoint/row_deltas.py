@@ -161,7 +161,7 @@ def snapshot_rows(
     leaves, arrays = dense_leaves(dense)
     manifest = manifest_of(tables, step, extra, run, leaves, below)
     if is_remote(tables):
-        return Snapshot(arrays, manifest, remote_rows=copies_at_servers(tables, rows) if rows else None)
+        return Snapshot(arrays, manifest, write_remote_rows=copies_at_servers(tables, rows) if rows else None)
     for key, parts in tables.take(rows).items():
         arrays[leaf_name(*key, ROW_IDS)] = rows[key].copy()
         arrays |= {leaf_name(*key, part): array for part, array in parts.items()}
@@ -169,7 +169,7 @@ def snapshot_rows(
 
 
 def _is_empty(image):
-    return not image.arrays and image.remote_rows is None
+    return not image.arrays and image.write_remote_rows is None
 
 
 def _check_rows(spec, key, ids):

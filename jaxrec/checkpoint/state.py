@@ -136,7 +136,7 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy and is_remote(state.tables):
-        return Snapshot(arrays, manifest, remote_rows=shards_at_servers(state.tables))
+        return Snapshot(arrays, manifest, write_remote_rows=shards_at_servers(state.tables))
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:

@@ -54,7 +54,7 @@ def local_files(sources: Sequence[str | Path]) -> list[Path]:
         raise ValueError("sources is empty: give at least one raw file.")
     for path in paths:
         if not path.is_file():
-            raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is wanted.")
+            raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is expected.")
     return paths
 
 

@@ -41,7 +41,7 @@ _MANIFEST, _STEPS, _LOCK = "tables.json", "steps", "tables.lock"
 Shards = dict[str, list[dict[str, np.ndarray]]]
 
 
-def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
+def allocate(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
     """Allocate arrays in RAM with uninitialised rows, and `steps` i64[S, 2]."""
 
     shards = {
@@ -51,7 +51,7 @@ def in_memory(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
 
 
 @contextlib.contextmanager
-def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
+def creating_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
     """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete.
 
     Raises:
@@ -59,7 +59,7 @@ def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tup
       OSError: no space or no write permission; the files are removed.
     """
     make_directory(directory)
-    with Lock(directory / _LOCK, f"making tables in {directory}"):
+    with Lock(directory / _LOCK, f"creating tables in {directory}"):
         if (directory / _MANIFEST).exists():
             raise ValueError(f"{directory} holds tables already: attach them, or give another directory.")
         try:
@@ -70,12 +70,12 @@ def making(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tup
                 path.unlink(missing_ok=True)
             rows = sum(stack.rows for stack in spec.stacks.values())
             error.add_note(
-                f"while making tables of {rows} rows in {directory}: free space there, or use another directory"
+                f"while creating tables of {rows} rows in {directory}: free space there, or use another directory"
             )
             raise
 
 
-def attach(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> tuple[Shards, np.ndarray]:
+def map_files(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> tuple[Shards, np.ndarray]:
     """Map existing files.
 
     Raises:
@@ -87,7 +87,7 @@ def attach(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> t
         if found != size:
             state = "missing" if found is None else f"{found} bytes long"
             raise ValueError(
-                f"{path} is {state}, but {size} bytes are wanted: these tables are lost. Create tables in another "
+                f"{path} is {state}, but {size} bytes are expected: these tables are lost. Create tables in another "
                 "directory and restore an image into them."
             )
     shards, steps = _map_all(directory, spec, layout, create=False)
@@ -96,7 +96,7 @@ def attach(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> t
     return shards, steps
 
 
-def flush(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
+def sync_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
     """Wait until all files are on disk, including writes through their maps."""
     for path in _sizes(directory, spec, layout):
         sync(path)
@@ -258,10 +258,10 @@ class HostTables:
         """
         layout = spec.layout(row_optimizer)
         if directory is None:
-            shards, steps = in_memory(spec, layout)
+            shards, steps = allocate(spec, layout)
             return cls(spec, layout, shards, None, steps)._filled()
         directory = local_path(directory)
-        with making(directory, spec, layout) as (shards, steps):
+        with creating_files(directory, spec, layout) as (shards, steps):
             tables = cls(spec, layout, shards, directory, steps)._filled()
             tables.flush()
         return tables
@@ -292,7 +292,7 @@ class HostTables:
         if torn not in ("refuse", "accept"):
             raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
         directory, layout = local_path(directory), spec.layout(row_optimizer)
-        shards, steps = attach(directory, spec, layout, torn)
+        shards, steps = map_files(directory, spec, layout, torn)
         return cls(spec, layout, shards, directory, steps)
 
     @property
@@ -431,4 +431,4 @@ class HostTables:
     def flush(self) -> None:
         """Flush mapped files to disk; a no-op for tables in RAM."""
         if self.directory is not None:
-            flush(self.directory, self.spec, self.layout)
+            sync_files(self.directory, self.spec, self.layout)

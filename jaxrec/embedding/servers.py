@@ -367,7 +367,7 @@ class ShardServer:
         if unique.shape != shape or count.shape != shape[:1] or found != wanted:
             raise ValueError(
                 f"a message of {name!r} for {len(shards)} shards holds rows {unique.shape}, counts {count.shape} and "
-                f"parts {found}, but parts {wanted} are wanted."
+                f"parts {found}, but parts {wanted} are expected."
             )
         if (count > shape[1]).any() or kernels.outside(unique, count, self.spec.stacks[name].rows):
             raise ValueError(f"a message leads to rows that {name!r} has not: plan with the spec of the tables.")

@@ -144,7 +144,7 @@ def check_parts(spec: EmbeddingSpec, layout: Layout, stack: str, shard: int, par
     if found != {name: (given, part.width) for name, part in layout[stack].items()}:
         wanted = {name: ("n", part.width) for name, part in layout[stack].items()}
         raise ValueError(
-            f"parts of shard {shard} of {stack!r} have the shapes {found}, but {wanted} are wanted, with one n up to "
+            f"parts of shard {shard} of {stack!r} have the shapes {found}, but {wanted} are expected, with one n up to "
             f"{most}."
         )
 

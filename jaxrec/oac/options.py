@@ -103,8 +103,8 @@ class PipelineOptions(NamedTuple):
     mode: str
     window: int  # W
     validation: str
-    skip_reads: bool  # neither gather nor send rows that the ring provides
-    skip_writes: bool  # neither fetch nor write rows that a later batch will rewrite
+    skip_stale_reads: bool  # neither gather nor send rows that the ring provides
+    skip_rewritten: bool  # neither fetch nor write rows that a later batch will rewrite
 
     @property
     def repairs(self) -> bool:
@@ -129,11 +129,11 @@ class PipelineOptions(NamedTuple):
     @property
     def lookahead(self) -> int:
         """Number of later batches that must be planned before a commit, so that the rows they rewrite are known."""
-        return self.window if self.skip_writes else 0
+        return self.window if self.skip_rewritten else 0
 
 
 def check_options(
-    mode: str, window: int | None, validation: str, skip_reads: bool, skip_writes: bool
+    mode: str, window: int | None, validation: str, skip_stale_reads: bool, skip_rewritten: bool
 ) -> PipelineOptions:
     """Return the options for the arguments of a pipeline.
 
@@ -148,8 +148,8 @@ def check_options(
         raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed}: leave it out.")
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
-    options = PipelineOptions(mode, window, validation, skip_reads, skip_writes)
-    if (skip_reads or skip_writes) and not options.plans_sources:
+    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten)
+    if (skip_stale_reads or skip_rewritten) and not options.plans_sources:
         raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
     return options
 

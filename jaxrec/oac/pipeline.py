@@ -135,7 +135,7 @@ class Pipeline(EngineBase):
         self._stages = Stages(self.tables, options, self._device_step, mesh.size, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
         self._snapshots, self._streams = SnapshotSaver(self._stages, self._device_step), Streams()
-        self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_writes)
+        self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_rewritten)
         # The tables of yielded states, which refuse to be read while they lag.
         self._guarded_tables: HostTables | GuardedTables = self.tables
         self._new_scheduler(0, Stream(iter(())))
@@ -256,7 +256,7 @@ class Pipeline(EngineBase):
             raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
         plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
         try:
-            with uninterrupted(again=False) as asked:
+            with uninterrupted(reraise=False) as deferred:
                 metrics = self._commit(number)
             # A Ctrl-C during the commit is deferred until the hooks of its step are done; one during the hooks is not
             # deferred.
@@ -269,7 +269,7 @@ class Pipeline(EngineBase):
                 # After the snapshot, so that recovery from an emulated failure can use the save of this step.
                 self._recover_emulated()
             finally:
-                raise_deferred(asked)
+                raise_deferred(deferred)
         except Exception as error:
             error.add_note(self._workers.where("commit", number))
             raise
@@ -327,7 +327,7 @@ class Pipeline(EngineBase):
         self.scheduler.drain()
         self._progress.refuse_broken()
         self._check_snapshot_saved()
-        if self._stages.options.skip_writes:
+        if self._stages.options.skip_rewritten:
             self.scheduler.wait_for_snapshot()  # it writes the same skipped rows
             self._check_snapshot_saved()
         with uninterrupted():
@@ -355,7 +355,7 @@ class Pipeline(EngineBase):
         """
         if self.scheduler.paused:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
-        changed = self._change_with_recovery(change)
+        changed = self._change_exclusively(change)
         if not self.running:  # outside a run, the change is responsible for lost shards
             self.scheduler.mark_recovered(self.scheduler.lost_shards)
         if changed is not self.tables:
@@ -364,7 +364,7 @@ class Pipeline(EngineBase):
                 "return those that it was given."
             )
 
-    def _changed(self, change):
+    def _change_once(self, change):
         self.drain()
         self.scheduler.wait_for_snapshot()  # its save may still be active
         self._check_snapshot_saved()
@@ -529,12 +529,12 @@ class Pipeline(EngineBase):
             )
         generator, self._within = self._generator(), self._within + 1
         try:
-            with uninterrupted() as asked:
+            with uninterrupted() as deferred:
                 if generator is not None:
                     generator.close()
                 if not self._interrupted:
                     self._leave()
-                asked += self._interrupted
+                deferred += self._interrupted
                 self._interrupted = []
         finally:
             self._within -= 1
@@ -554,7 +554,7 @@ class Pipeline(EngineBase):
           recovers: whether the caller handles lost shards, so that they are not a failure here.
         """
         scheduler, workers = self.scheduler, self._workers
-        with uninterrupted() as asked:
+        with uninterrupted() as deferred:
             if self._left:
                 return
             if threading.current_thread() in workers.threads:
@@ -564,15 +564,15 @@ class Pipeline(EngineBase):
             # The snapshot of the last step, if its hooks were interrupted; before the threads are notified of the end.
             failed = result_or_error(lambda: self._snapshots.begin(self.step, workers))
             try:
-                workers.end(asked, self.patience_seconds)
+                workers.end(deferred, self.patience_seconds)
             except InterruptedError:
                 if not postpone:
                     raise
             else:
                 self._end_run(failed, recovers)
-            if postpone and asked:
-                self._interrupted = [*asked]
-                asked.clear()
+            if postpone and deferred:
+                self._interrupted = [*deferred]
+                deferred.clear()
 
     def _end_run(self, failed, recovers):
         """Write the last rows and collect the failures, after the threads have ended."""

@@ -137,7 +137,7 @@ class DeviceStep:
     ):
         self.options, self.dense, self.depth = options, dense, options.depth
         self.ring: rings.Ring | None = None
-        # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_writes`.
+        # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_rewritten`.
         self.numbers: dict[str, np.ndarray] = {}
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self.losses = Losses()
@@ -238,7 +238,7 @@ class DeviceStep:
         if self.ring is None:
             self.ring = self._programs["init"](rows, self.depth, self._row_numbers_on_device)
             shape = lambda p: (len(p.unique), self.depth, p.unique.shape[1])
-            if self.options.skip_writes:  # for rows that no later batch rewrote
+            if self.options.skip_rewritten:  # for rows that no later batch rewrote
                 self.numbers = {name: np.full(shape(p), -1, np.int32) for name, p in planned.plans.items()}
         elif any(r.value.shape[2] != capacity[name] for name, r in self.ring.rows.items()):
             self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
@@ -263,7 +263,7 @@ def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
     dense_after, new, metrics = returned
     if not isinstance(metrics, dict):
         raise ValueError(
-            f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is wanted."
+            f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is expected."
         )
     for what, before, after in [("dense state", dense, dense_after), ("rows", rows, new)]:
         shapes = [shapes_of(tree) for tree in (before, after)]
@@ -336,7 +336,7 @@ class Stages:
         validate.check_batch(self.tables.spec, plans, batch, self.devices)
         self.capacity = capacity_of(plans)
         source = self.last.sources(plans, number) if self.last else {}
-        keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_writes else {}
+        keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_rewritten else {}
         return Planned(number, batch, plans, source, keep)
 
     def enter(self, planned: Planned, floor: int, committed: int) -> None:
@@ -344,7 +344,7 @@ class Stages:
         number, window = planned.number, self.options.window
         if number - window < floor:  # the ring may hold void rows
             planned = planned._replace(source=written_since(planned.source, number, window, floor))
-        if self.options.skip_writes:
+        if self.options.skip_rewritten:
             # Rows of a committed batch may be in transfer already, so it keeps all of them.
             keep_of = lambda n: self.items[n].planned.keep if n >= committed and n in self.items else None
             mark_rewritten(keep_of, planned.source, number, window)
@@ -377,7 +377,7 @@ class Stages:
         """
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
         floor = scheduler.void_before  # ring entries of earlier batches are void
-        if self.options.skip_reads and number - window >= floor:  # else the ring lacks some of the window
+        if self.options.skip_stale_reads and number - window >= floor:  # else the ring lacks some of the window
             plans = self._without_gaps(plans, {name: where < 0 for name, where in source.items()})
         read = self.tables.read(plans)
         # Before the transfer, as in semisync the previous batch's write waits for this gather.
@@ -391,7 +391,7 @@ class Stages:
         return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
-        """Fetch the rows of a batch, or with `skip_writes` only those that no later batch will rewrite.
+        """Fetch the rows of a batch, or with `skip_rewritten` only those that no later batch will rewrite.
 
         Args:
           item: a committed batch.
@@ -401,7 +401,7 @@ class Stages:
         assert committed is not None
         plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
         # The last W batches of a run are fetched whole, as not all batches of their window exist.
-        if self.options.skip_writes and (end is None or planned.number + self.options.window < end):
+        if self.options.skip_rewritten and (end is None or planned.number + self.options.window < end):
             plans = self._without_gaps(plans, planned.keep)
             keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
             rows = self._device_step.kept(rows, keep, capacity_of(plans))
@@ -425,7 +425,7 @@ class Stages:
 
     def flush_ring(self, ring: Ring | None, scheduler: BatchScheduler) -> None:
         """Write the newest rows of the ring, which earlier writes have skipped."""
-        if not self.options.skip_writes or ring is None:
+        if not self.options.skip_rewritten or ring is None:
             return
         there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
         step = int(self.tables.steps[:, 1].max())  # this write is not a new step
@@ -453,7 +453,7 @@ class Stages:
         return self._send(tree, self._placement[kind])
 
     def _count_bytes(self, direction, number, whole=None):
-        """Count the bytes of a transfer, and what they would be without `skip_reads` and `skip_writes`."""
+        """Count the bytes of a transfer, and what they would be without `skip_stale_reads` and `skip_rewritten`."""
         with self._lock:
             self.counters[direction] += number
             self.counters["bytes_without_savings"] += number if whole is None else whole

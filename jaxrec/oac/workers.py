@@ -110,11 +110,11 @@ class Workers:
 
     # The end of a run.
 
-    def end(self, asked: Sequence[int], patience_seconds: float) -> None:
+    def end(self, deferred: Sequence[int], patience_seconds: float) -> None:
         """Wait until all committed rows are written and all threads have ended; return untrained batches to the stream.
 
         Args:
-          asked: deferred signals; the list grows during the wait.
+          deferred: deferred signals; the list grows during the wait.
           patience_seconds: time after which a warning lists the threads still awaited.
 
         Raises:
@@ -122,7 +122,7 @@ class Workers:
         """
         scheduler = self.scheduler
         scheduler.finish()
-        self._wait(asked, patience_seconds)
+        self._wait(deferred, patience_seconds)
         for thread in self.threads:
             if not (scheduler.live_threads["plan"] and thread is self.threads[0]):  # the stream blocks it
                 thread.join()
@@ -133,7 +133,7 @@ class Workers:
             self.stream.free.set()
         self.stages.items, self.threads = {}, []
 
-    def _wait(self, asked, patience_seconds):
+    def _wait(self, deferred, patience_seconds):
         scheduler, late = self.scheduler, time.monotonic() + patience_seconds
         scheduler.wait_for_threads(lambda: time.monotonic() > late)
         if scheduler.over():
@@ -147,8 +147,8 @@ class Workers:
                 "the next call of the pipeline takes it up.",
                 stacklevel=5,
             )
-        before = len(asked)
-        scheduler.wait_for_threads(lambda: len(asked) > before)
+        before = len(deferred)
+        scheduler.wait_for_threads(lambda: len(deferred) > before)
         if not scheduler.over():
             raise InterruptedError(f"the run was not left, as these threads have not ended: {awaited}")
 
@@ -308,7 +308,7 @@ class SnapshotSaver(SnapshotSchedule):
             # Before the copy: later batches are not written from here on, so that tables and copy match.
             number = scheduler.hold_writes()
             try:
-                ring = self._device_step.whole_ring() if self._stages.options.skip_writes else None
+                ring = self._device_step.whole_ring() if self._stages.options.skip_rewritten else None
                 # Copied at once, as the next step donates the dense state.
                 dense, ring = jax.tree.map(jnp.copy, (self._device_step.dense, ring))
                 workers.start("snapshot", lambda worker: self._save(worker, workers, number, dense, ring, snapshot))

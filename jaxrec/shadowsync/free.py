@@ -184,7 +184,7 @@ class FreeTrainers(EngineBase):
         """Train until all trainers are idle; signals are deferred until the state is consistent."""
         self._check_whole()
         seen: list[dict] = []
-        with uninterrupted(again=False) as asked:
+        with uninterrupted(reraise=False) as deferred:
             try:
                 group = self._group(self._state.dense)
                 states, figures = self._train(splitter, group, lambda trainer, step, metrics: seen.append(metrics))
@@ -196,7 +196,7 @@ class FreeTrainers(EngineBase):
                 if splitter.taken:  # else nothing was changed
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
-        raise_deferred(asked)
+        raise_deferred(deferred)
         return self._checked(_metrics_of(seen, figures, lost))
 
     def _train(self, splitter, group, hook):
@@ -261,7 +261,9 @@ class FreeTrainers(EngineBase):
         """
         changed = change(self.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
-            raise ValueError(f"the change returned a {type(changed).__name__}: HostTables of the same spec are wanted.")
+            raise ValueError(
+                f"the change returned a {type(changed).__name__}: HostTables of the same spec are expected."
+            )
         self._state = self._state._replace(tables=changed)
 
     def snapshot_at(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
@@ -380,7 +382,7 @@ class StreamSplitter:
             return error
         if batch is END or isinstance(batch, Batch):
             return batch
-        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is wanted.")
+        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is expected.")
 
     def _counted(self, found):
         """Count and return a batch; return None at the end, after an error, or once closed."""

@@ -92,12 +92,12 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
         names the first such leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
-    rows = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
-    wanted = [(rows, *shape) if rows else shape for shape in template.shapes]
+    replicas = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
+    wanted = [(replicas, *shape) if replicas else shape for shape in template.shapes]
     for name, here, there in itertools.zip_longest(template.names, found, wanted, fillvalue="nothing"):
         if here != there:
             raise ValueError(f"{what} does not fit at {name}: it has {here}, wanted {there}. {REMEDY}")
-    return rows or None
+    return replicas or None
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:
@@ -110,7 +110,7 @@ def check_names(template: Template, tree: PyTree, what: str) -> None:
     found = [jax.tree_util.keystr(path) for path, leaf in paths if is_synchronised(leaf)]
     for wanted, name in itertools.zip_longest(template.names, found, fillvalue="nothing"):
         if name != wanted:
-            raise ValueError(f"{what} does not fit: it has {name or 'an array'} where {wanted} is wanted. {REMEDY}")
+            raise ValueError(f"{what} does not fit: it has {name or 'an array'} where {wanted} is expected. {REMEDY}")
 
 
 class Live(NamedTuple):

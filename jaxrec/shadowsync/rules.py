@@ -106,7 +106,7 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
       ValueError: alpha is outside (0, 1], or form is unknown.
     """
     settings, merge = (("alpha", _checked_alpha(alpha)), ("form", form)), _towards(alpha, form)
-    return Rule("ma", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
+    return Rule("model_averaging", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
 
 
 def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str = "delta") -> Rule:

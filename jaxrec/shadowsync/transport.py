@@ -282,7 +282,7 @@ class AllToAll(Membership):
         if rule.has_centre:
             raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
         self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
-        self._brought: dict[int, tuple[list, bool]] = {}  # trainer -> leaves and `done` in the current round
+        self._contributions: dict[int, tuple[list, bool]] = {}  # trainer -> leaves and `done` in the current round
         self._round = 0
         self._target: list[np.ndarray] = []  # target of the last completed round
         self._last = False
@@ -307,14 +307,14 @@ class AllToAll(Membership):
           ValueError: the leaves do not fit the template, or this trainer has not joined.
           PeerLeft: another trainer has left or is overdue, or this one was dropped.
         """
-        leaves, rows = _brought(self.template, before, trainer)
+        leaves, replicas = _contribution(self.template, before, trainer)
         round_ = self._round  # read without the lock, as no round ends without this trainer
-        missing = lambda: set(self._awaited()) - set(self._brought)
+        missing = lambda: set(self._awaited()) - set(self._contributions)
         try:
             with uninterrupted(), self._changed:
                 self._taking_part(trainer)
                 # Checked under the same lock, so that a trainer dropped in between contributes nothing.
-                self._brought[trainer] = leaves, done
+                self._contributions[trainer] = leaves, done
                 self._end_if_complete()
             self._wait(trainer, lambda: self._round > round_, missing)
         finally:
@@ -323,32 +323,33 @@ class AllToAll(Membership):
                 target, last = self._target, self._last
                 # After an error or an interrupt, withdraw this trainer's contribution.
                 if self._round == round_:
-                    self._brought.pop(trainer, None)
+                    self._contributions.pop(trainer, None)
         self._count(trainer)
-        return with_floating(before, [np.broadcast_to(x, (rows, *x.shape)) for x in target]), last
+        return with_floating(before, [np.broadcast_to(x, (replicas, *x.shape)) for x in target]), last
 
     def _end_if_complete(self):
         """Complete the round if all awaited trainers have contributed."""
         # Ordered by trainer number, not by arrival, on which the bits of a sum would depend.
-        brought = [self._brought[i] for i in self._awaited() if i in self._brought]
-        if not brought or len(brought) < len(self._awaited()) or self._failure:
+        contributions = [self._contributions[i] for i in self._awaited() if i in self._contributions]
+        if not contributions or len(contributions) < len(self._awaited()) or self._failure:
             return
         # The end of training waits for successors; rounds do not.
-        if all(done for _, done in brought) and any(map(self._lacks, self._members)):
+        if all(done for _, done in contributions) and any(map(self._lacks, self._members)):
             return
-        replicas = [[leaf[r] for leaf in leaves] for leaves, _ in brought for r in range(len(leaves[0]))]
-        last = all(done for _, done in brought)
-        # Nothing is modified before `combine`, so that an error in it leaves the state unchanged.
-        if last and not self.last_round:
-            shared, target = self._shared, replicas[0]  # the target is unused
-        else:
-            shared, target = self.rule.combine(self._shared, mean_of(replicas))
+        last = all(done for _, done in contributions)
+        # Nothing is modified before it returns, so that an error in the rule leaves the state unchanged.
+        shared, target = self._average(contributions, unused=last and not self.last_round)
         self._shared, self._target, self._last = shared, target, last
         for i in self._awaited() if self._last else ():
             self._members[i].state = "finished"
-        self._brought = {}
+        self._contributions = {}
         self._round += 1
         self._changed.notify_all()
+
+    def _average(self, contributions, unused):
+        """Return the rule's shared state and target of the mean over all replicas of all trainers."""
+        replicas = [[leaf[r] for leaf in leaves] for leaves, _ in contributions for r in range(len(leaves[0]))]
+        return (self._shared, replicas[0]) if unused else self.rule.combine(self._shared, mean_of(replicas))
 
 
 class Centre(Membership):
@@ -420,7 +421,7 @@ class Centre(Membership):
           ValueError: the leaves do not fit the template, or this trainer has not joined.
           PeerLeft: another trainer has left or is overdue, or this one was dropped.
         """
-        leaves, rows = _brought(self.template, before, trainer)
+        leaves, replicas = _contribution(self.template, before, trainer)
         with uninterrupted(), self._changed:
             member = self._taking_part(trainer)
             if done:
@@ -428,20 +429,20 @@ class Centre(Membership):
                 self._end_if_complete()
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
-            return with_floating(before, [np.stack([leaf] * rows) for leaf in self._now()]), True
+            return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._now()]), True
         # Transfers come first: a trainer dropped during one must not move the centre.
-        for _ in range(rows):
+        for _ in range(replicas):
             self._transfer(trainer)
-        targets = self._move(trainer, leaves, rows)
+        targets = self._move(trainer, leaves, replicas)
         self._count(trainer)
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
 
-    def _move(self, trainer, leaves, rows):
+    def _move(self, trainer, leaves, replicas):
         """Return the targets of each replica; move the centre at the end, if the trainer still takes part."""
         # Not under `_changed`: a rule may compute for long, while others must be able to give signs of life.
         with uninterrupted(), self._turn:
             centre, targets = self._centre, []
-            for replica in range(rows):
+            for replica in range(replicas):
                 pairs = [self.rule.combine(c, leaf[replica]) for c, leaf in zip(centre, leaves, strict=True)]
                 centre = [moved for moved, _ in pairs]
                 targets.append([target for _, target in pairs])
@@ -523,9 +524,9 @@ def pack(sizes: list[int], bins: int) -> list[int]:
     return place
 
 
-def _brought(template, before, trainer):
+def _contribution(template, before, trainer):
     """Return the widened floating leaves that a trainer contributes, and R."""
-    rows = replicas_in(template, before, f"what trainer {trainer} brings")
-    if rows is None:
+    replicas = replicas_in(template, before, f"what trainer {trainer} brings")
+    if replicas is None:
         raise ValueError(f"what trainer {trainer} brings has no replica axis: bring leaves [R, ...].")
-    return [leaf.astype(wide(leaf.dtype), copy=False) for leaf in floating(before)], rows
+    return [leaf.astype(wide(leaf.dtype), copy=False) for leaf in floating(before)], replicas

@@ -288,7 +288,6 @@ class Figures(NamedTuple):
     rounds: list[int]  # rounds of each trainer
     bytes: list[int]  # bytes sent and received by each trainer's synchronisation
     average_sync_gap: list[float]  # steps of each trainer per round; inf without a round
-    average_sync_gap_per_worker: list[float]  # average_sync_gap / m
     replica_spread: float  # spread of the replicas at the end, without dropped trainers
     # Error of each dropped trainer by number; empty if a failure stops all.
     failures: dict[int, BaseException]
@@ -421,14 +420,14 @@ def _check(states, tables, streams, workers):
 def _run(shared, trainers):
     """Enter all synchronisers, run all trainers, and leave even after errors."""
     # Ctrl-C ends the loop, but cannot skip the `finally` block.
-    with uninterrupted() as asked:
+    with uninterrupted() as deferred:
         try:
             for trainer in trainers:
                 # All are entered before any trains, so that errors on entering occur before a row changes.
                 trainer.enter()
             for trainer in trainers:
                 shared.start(trainer.run, trainer.name)
-            while not (asked or shared.stopped or all(trainer.is_over() for trainer in trainers)):
+            while not (deferred or shared.stopped or all(trainer.is_over() for trainer in trainers)):
                 time.sleep(_PAUSE_S)
         finally:
             shared.stopped = True  # first, so that nothing new begins
@@ -474,7 +473,6 @@ def _figures(shared, trainers, start, workers):
         rounds=rounds,
         bytes=[getattr(sync, "bytes", 0) for sync in syncs],
         average_sync_gap=gaps,
-        average_sync_gap_per_worker=[gap / workers for gap in gaps],
         replica_spread=replica_spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
         # Reversed, so that the first of several errors of a trainer is kept.
         failures=dict(reversed(shared.failures)),

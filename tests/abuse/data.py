@@ -98,7 +98,7 @@ def _(directory):
     prepare(["s3://bucket/day_0"], directory / "out", **SMALL)
 
 
-@situation("a path where a list of paths is wanted", ValueError, r"is one path, but sources is a list: write \[")
+@situation("a path where a list of paths is expected", ValueError, r"is one path, but sources is a list: write \[")
 def _(directory):
     prepare(str(raw(directory)), directory / "out", **SMALL)
 

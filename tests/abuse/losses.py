@@ -188,7 +188,7 @@ def _(directory):
     _returns({"patched_rows": 1.0, "stale_rows": 2.0})
 
 
-@situation("logits where figures belong", ValueError, r"beside its numbers: a dict of figures is wanted there")
+@situation("logits where figures belong", ValueError, r"beside its numbers: a dict of figures is expected there")
 def _(directory):
     _returns(jnp.zeros(8))
 

@@ -231,12 +231,12 @@ def _(directory):
     train(state=state_of(dense=optax.adam(0.1)), step=train_step(dense=optax.adabelief(0.1)))
 
 
-@situation("fit on batches without plans", ValueError, r"pair is wanted, got a Batch: iterate over planned\(spec")
+@situation("fit on batches without plans", ValueError, r"pair is expected, got a Batch: iterate over planned\(spec")
 def _(directory):
     loop.fit(state_of(), [pair_batch()], train_step())
 
 
-@situation("evaluate on batches without plans", ValueError, "pair is wanted, got a Batch")
+@situation("evaluate on batches without plans", ValueError, "pair is expected, got a Batch")
 def _(directory):
     loop.evaluate(state_of(), [pair_batch()], eval_step())
 
@@ -547,7 +547,7 @@ def _(directory):
     HostTables.attach(SPEC, ROWS, "gs://bucket/tables")
 
 
-@situation("a table file cut short", ValueError, "width_4.002 is 8 bytes long, but 260 bytes are wanted")
+@situation("a table file cut short", ValueError, "width_4.002 is 8 bytes long, but 260 bytes are expected")
 def _(directory):
     files(directory)
     os.truncate(directory / "tables" / "width_4.002", 8)
@@ -608,11 +608,11 @@ def _(directory):
     files(directory)
 
 
-@situation("two that create tables at once", ValueError, "tables.lock is locked: another process is making tables in")
+@situation("two that create tables at once", ValueError, "tables.lock is locked: another process is creating tables in")
 def _(directory):
-    from jaxrec.embedding.host import making
+    from jaxrec.embedding.host import creating_files
 
-    with making(directory / "tables", SPEC, SPEC.layout(ROWS)):
+    with creating_files(directory / "tables", SPEC, SPEC.layout(ROWS)):
         files(directory)
 
 

@@ -87,7 +87,7 @@ def _(directory):
     AllToAll(EASGD, PARAMS)
 
 
-@situation("model averaging with a centre", ValueError, "rule with a centre, got ma.*: use AllToAll")
+@situation("model averaging with a centre", ValueError, "rule with a centre, got model_averaging.*: use AllToAll")
 def _(directory):
     Centre(MEAN, PARAMS)
 
@@ -160,12 +160,12 @@ def _(directory):
     exchanged({"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))})
 
 
-@situation("a leaf that is missing", ValueError, r"does not fit: it has \['kernel'\] where \['bias'\] is wanted")
+@situation("a leaf that is missing", ValueError, r"does not fit: it has \['kernel'\] where \['bias'\] is expected")
 def _(directory):
     exchanged({"kernel": jnp.zeros((3, 2))})
 
 
-@situation("a leaf too many", ValueError, r"it has \['scale'\] where nothing is wanted")
+@situation("a leaf too many", ValueError, r"it has \['scale'\] where nothing is expected")
 def _(directory):
     exchanged(params_of(0.0) | {"scale": jnp.zeros(1)})
 

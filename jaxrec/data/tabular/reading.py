@@ -244,7 +244,7 @@ def _numbers(pl, series, time: bool, piece: Piece, name: str):
     if series.dtype.is_temporal():
         return series.to_physical().cast(pl.Float64)
     if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):
-        raise ValueError(f"{piece.path}: {name!r} holds {series.dtype}, but numbers are wanted: cast it.")
+        raise ValueError(f"{piece.path}: {name!r} holds {series.dtype}, but numbers are expected: cast it.")
     found = series.cast(pl.Float64, strict=False)
     if not time or series.dtype != pl.String or not (found.is_null() & series.is_not_null()).any():
         return found

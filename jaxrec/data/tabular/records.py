@@ -54,7 +54,7 @@ def export_records(
     with Lock(directory / "lock", f"writing the records of {name}"):
         known = directory / _ABOUT
         if known.exists() and (before := json.loads(known.read_text())) != about:
-            raise ValueError(f"{directory} holds records of {before}, and {about} are wanted: remove it.")
+            raise ValueError(f"{directory} holds records of {before}, and {about} are expected: remove it.")
         write_json(known, about)
         paths = [directory / f"{split}.parquet" for split in wanted]
         for split, path in zip(wanted, paths, strict=True):
