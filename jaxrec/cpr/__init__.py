@@ -9,11 +9,10 @@ from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.recovery import Recovery
 from jaxrec.cpr.schedule import Costs, Overhead, RecoveryPlan, plan_recovery
-from jaxrec.cpr.tracking import lose
 from jaxrec.types import RolledBack
 
 __all__ = [
     "Costs", "Failures", "Overhead", "Priority", "Recovery", "RecoveryPlan", "RolledBack",
-    "draw_failures", "lose", "measure", "mfu", "place_failures", "plan_recovery", "random", "round_robin",
+    "draw_failures", "measure", "mfu", "place_failures", "plan_recovery", "random", "round_robin",
     "scar", "ssu",
 ]  # fmt: skip

@@ -384,25 +384,6 @@ class RowTracker:
         self._picker.shutdown()
 
 
-def lose(tables: Tables, shard: int) -> Tables:
-    """Set all rows and slots of one shard to NaN, as if its node had failed.
-
-    Args:
-      tables: host tables are changed in place, device tables are donated.
-      shard: from 0 to S - 1.
-
-    Returns:
-      The tables.
-    """
-    for name, stack in tables.spec.stacks.items():
-        nan_rows = {
-            part: np.full((stack.rows_per_shard, one.width), np.nan, one.dtype)
-            for part, one in tables.layout[name].items()
-        }
-        tables = tables.with_shard(name, shard, nan_rows)
-    return tables
-
-
 def without_rows(plan: Plan, dropped: np.ndarray, absent: int) -> Plan:
     """Remove some rows from a plan on the host, with all reads of them.
 
