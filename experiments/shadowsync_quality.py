@@ -26,7 +26,7 @@ of s_RULE minus its best foreground counterpart, of any form, lies above (true) 
 while there are too few seeds to decide. --where processes trains every arm on Ray instead: trainers in processes of
 their own over rows at two servers, synchronised in the background as fast as it goes, or every --pace-seconds. For each
 such arm of each seed there is an emulated one, emulated_ARM, whose rounds take as many steps as the measured average
-sync gap; `auc_over_emulated_ARM` is the difference. Only orders and gaps differ: the same data, and the same initial
+sync gap; `auc_over_twin_ARM` is the difference. Only orders and gaps differ: the same data, and the same initial
 values. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
 docs/measured.md says which parts did.
 """
@@ -332,7 +332,7 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     for arm, n in (key for key in whole if (f"emulated_{key[0]}", key[1]) in whole):
         change, half = paired_interval(values(arm, n, "auc") - values(f"emulated_{arm}", n, "auc"))
         at = f"{arm}_trainers_{n}"
-        results |= {f"auc_over_emulated_{at}": change, f"auc_over_emulated_half_interval_{at}": half}
+        results |= {f"auc_over_twin_{at}": change, f"auc_over_twin_half_interval_{at}": half}
     for arm, n in (key for key in whole if key[0].startswith("s_")):
         twins = [key for key in whole if key[0].startswith("fr_") and rule_of(key[0]) == rule_of(arm) and key[1] == n]
         if twins:

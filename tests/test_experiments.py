@@ -441,7 +441,7 @@ def test_shadowsync_quality_in_processes_is_compared_with_the_emulation_of_its_g
     for row in rows:
         if row["arm"] == "s_easgd":
             assert row["average_sync_gap"] >= 1 and row["spread"] == 0 and row["example_level_parallelism"] == 400
-    assert abs(found["auc_over_emulated_s_easgd_trainers_2"]) < 0.02
+    assert abs(found["auc_over_twin_s_easgd_trainers_2"]) < 0.02
     assert found["spread_none_trainers_2"] > 0 and found["test_auc_s_easgd_trainers_2"] > 0.6
 
 
