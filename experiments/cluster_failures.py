@@ -346,11 +346,12 @@ def kill_in_pool(run: Run, config: Config) -> dict:
 
 def main(config: Config) -> dict:
     """Train all arms and compare their bits; return the contents of results.json."""
-    config = sized(config)
+    given, config = config, sized(config)
     check(config)
+    run = Run("cluster_failures", given, config.workdir)
     if set(config.kill) != {"servers"}:
-        return kill_in_pool(Run("cluster_failures", config, config.workdir), config)
-    run, plan = Run("cluster_failures", config, config.workdir), kills_of(config)
+        return kill_in_pool(run, config)
+    plan = kills_of(config)
     job = ClusterJob(
         config.rows or 0, config.steps or 0, config.batch_size or 0, config.save_every_steps or 0.0, config.servers,
         config.seed, config.spares,
