@@ -23,7 +23,17 @@ from test_oac_engine import serial_loop
 from test_tables import dense_table, random_like
 from world import loss, until
 
-from jaxrec.checkpoint import Checkpointer, images, is_intact, restore, restore_shards, snapshot_rows, write_image
+from jaxrec.checkpoint import (
+    Checkpointer,
+    RowCheckpointer,
+    deltas,
+    images,
+    is_intact,
+    restore,
+    restore_shards,
+    snapshot_rows,
+    write_image,
+)
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
@@ -728,7 +738,11 @@ def test_the_servers_write_their_shards_into_the_image_themselves_and_no_row_tra
     assert sorted(asked) == [(0, "change"), (1, "change")] and same(bits(found), wanted)
 
 
-def test_the_servers_write_row_deltas_of_what_they_held_at_the_save_and_no_row_travels(tmp_path):
+@pytest.mark.parametrize("piece_bytes", [1, 1 << 27])
+def test_the_servers_write_row_deltas_of_what_they_held_at_the_save_and_no_row_travels(
+    tmp_path, monkeypatch, piece_bytes
+):
+    monkeypatch.setattr("jaxrec.checkpoint.format.PIECE_BYTES", piece_bytes)
     asked = []
     tables = remote(SPEC, ROWS, 2, fate=lambda server, _, verb, n: asked.append((server, verb)) or "")
     trained(tables)
@@ -750,9 +764,43 @@ def test_a_message_to_write_that_comes_again_writes_nothing_more_and_one_after_t
     first = snapshot_rows(tables, {("width_4", 0): [4]}, 1)
     files = first.write_remote_rows(tmp_path)
     assert files and first.write_remote_rows(tmp_path) == files
-    snapshot_rows(tables, {("width_4", 0): [4]}, 2).write_remote_rows(tmp_path)
+    second = snapshot_rows(tables, {("width_4", 0): [4]}, 2)
+    second.write_remote_rows(tmp_path)
+    third = snapshot_rows(tables, {("width_4", 0): [4]}, 3)
     with pytest.raises(OSError, match=r"the rows to save of shards \[0, 2\] were lost with an earlier server"):
         first.write_remote_rows(tmp_path)
+    assert third.write_remote_rows(tmp_path).keys().isdisjoint(files)
+
+
+def test_a_delta_whose_server_dies_while_it_writes_is_void_and_its_rows_are_in_the_next_one(tmp_path):
+    fate = lambda server, incarnation, verb, n: (
+        "answer and die" if (server, incarnation, verb, n) == (1, 1, "run", 1) else ""
+    )
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+        log = engine.enter(Log(engine))
+        engine.enter(fleet)
+        recovery = engine.enter(
+            Recovery(engine, tmp_path, EVERY, LENGTH, scheme=mfu(), fraction=1.0, pick_ahead_steps=0)
+        )
+        gate = lambda index: until(lambda: log.voided) if index == EVERY else None
+        list(engine.run((gate(index) or batch_at(index) for index in range(2 * EVERY)), [recovery.hook]))
+        assert fleet.died == [1] and len(log.voided) == len(recovery.failed_saves) == 1
+        until(lambda: deltas(tmp_path))
+        found, _ = restore(tmp_path, fresh("host"))
+        assert same(bits(found)[1], bits(engine.state)[1])
+
+
+def test_a_saver_of_rows_reports_a_death_while_servers_write_as_a_failed_save(tmp_path):
+    fate = lambda server, incarnation, verb, n: "die" if (server, incarnation, verb) == (1, 1, "run") else ""
+    rows = {("width_4", 1): [1, 5]}
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, RowCheckpointer(tmp_path) as saver:
+        saver.save(fleet.tables, rows, 1)
+        with pytest.warns(UserWarning, match=r"a save failed, and the next one tries again: shards \[1, 3\] are lost"):
+            assert not saver.settle()
+        assert deltas(tmp_path) == []
+        fleet.recover([1, 3])
+        saver.save(fleet.tables, rows, 2)
+        assert saver.settle() and len(deltas(tmp_path)) == 1
 
 
 def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):

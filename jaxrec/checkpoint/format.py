@@ -76,7 +76,7 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 
 FORMAT = 2  # version of the manifest
 _ARRAYS, CHAIN = "arrays", "chain.json"
-_CHUNK_BYTES, _PIECE_BYTES = 1 << 26, 1 << 27
+_CHUNK_BYTES, PIECE_BYTES = 1 << 26, 1 << 27
 _READERS = 4  # threads that verify files: checksums release the GIL
 # File-system blocks: besides its data, a leaf takes a directory and a metadata file.
 _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
@@ -211,11 +211,11 @@ def write_leaves(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> d
 
 
 def _pieces(arrays):
-    """Split {name: array} into dicts of about `_PIECE_BYTES`, as Orbax copies all arrays of a save."""
+    """Split {name: array} into dicts of about `PIECE_BYTES`, as Orbax copies all arrays of a save."""
     piece, size = {}, 0
     for name, array in arrays.items():
         piece[name], size = array, size + array.nbytes
-        if size >= _PIECE_BYTES:
+        if size >= PIECE_BYTES:
             yield piece
             piece, size = {}, 0
     if piece:
