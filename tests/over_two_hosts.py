@@ -2,8 +2,8 @@
 
     python over_two_hosts.py ADDRESS DIRECTORY
 
-It trains once undisturbed and twice with saves. At step `AT` of each of the latter it prints `at` and waits for a line
-on stdin: the second host has lost its power. Its last line holds its results as JSON.
+It trains once undisturbed and three times with saves. At step `AT` of each of the latter it prints `at` and waits for a
+line on stdin: the second host has lost its power, or the link to it is cut. Its last line holds its results as JSON.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ def undisturbed(servers):
         return found | {"equal_to_host": same(bits(engine.state), plain(LENGTH)[0]) and losses == plain(LENGTH)[1]}
 
 
-def without_power(servers, directory):
-    """A run whose servers' host loses power in the middle: (final bits, failed shards, Log)."""
+def without_host(servers, directory):
+    """A run whose servers' host is lost in the middle: (final bits, failed shards, Log)."""
 
     def gate(index):
         if index == AT:
@@ -53,15 +53,20 @@ def main(address, directory):
 
         with start() as servers:
             found = undisturbed(servers)
-        with start(directory=runs / "returns") as servers:
-            state, failed, log = without_power(servers, runs / "returns")
-            found |= {"deaths": [death.server for death in servers.deaths], "failed": failed}
-        found["equal_to_serial"] = same(state, serially(runs / "wanted", "mfu", log))
-        found["equal_without_losses"] = same(state, serially(runs / "control", "mfu"))
+        control = serially(runs / "control", "mfu")
+        for lost in ("power", "link"):
+            timeouts = {"timeout_s": 10.0 if lost == "link" else 60.0, "start_timeout_s": 150.0}
+            with start(directory=runs / lost, **timeouts) as servers:
+                state, failed, log = without_host(servers, runs / lost)
+                deaths = [[death.server, death.reason] for death in servers.deaths]
+            found[lost] = {
+                "deaths": deaths, "failed": failed, "more": log.more, "equal_without_losses": same(state, control),
+                "equal_to_serial": same(state, serially(runs / f"wanted_{lost}", "mfu", log)),
+            }  # fmt: skip
         # The host's death counts as two, one per server.
         with start(directory=runs / "goes", start_timeout_s=20.0, most_deaths=2) as servers:
             try:
-                without_power(servers, runs / "goes")
+                without_host(servers, runs / "goes")
             except GivenUp as error:
                 found["given_up"] = str(error)
     print(json.dumps(found), flush=True)
