@@ -6,12 +6,15 @@ the block that releases it. A second one may arrive while the first is being han
 
 import contextlib
 import math
+import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-# Polling interval for signals while the main thread waits: their handlers run on that thread and cannot notify it.
+# Polling interval for signals while the main thread waits: their handlers run on that thread and cannot notify it. Nor
+# does a signal end a blocking call that begins just after it.
 _GLANCE_SECONDS = 0.05
 
 
@@ -24,8 +27,7 @@ def uninterrupted(reraise: bool = True) -> Iterator[list[int]]:
 
     Args:
       reraise: whether to raise the signals when the block ends. If False, the caller calls `raise_deferred`; if the
-      block
-        raises, they are raised all the same.
+        block raises, they are raised all the same.
     """
     deferred: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -89,3 +91,11 @@ def wait(
                 changed.wait(min(left, longest))
             if found or not deferred:
                 return found
+
+
+def next_of(items: queue.Queue | queue.SimpleQueue) -> Any:
+    """Wait for the next item of a queue; Ctrl-C ends the wait."""
+    longest = _GLANCE_SECONDS if threading.current_thread() is threading.main_thread() else None
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return items.get(timeout=longest)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
-from jaxrec.interrupts import uninterrupted
+from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.types import Batch
 
 END = object()  # returned by `take` at the end of the stream
@@ -164,7 +164,7 @@ class PlanPrefetcher:
     def __iter__(self) -> Iterator[tuple]:
         """Yield (Batch, {stack: Plan}); raise errors of the stream or of planning in stream order."""
         while True:
-            pair, error = self._made.get()
+            pair, error = next_of(self._made)
             if error is not None:
                 self.forget()
                 raise error

@@ -1,5 +1,6 @@
 """Guarantees of every engine under misuse: nothing fails silently, nothing hangs, no state is lost."""
 
+import _thread
 import os
 import signal
 import threading
@@ -115,12 +116,18 @@ def test_leaving_a_run_does_not_wait_for_a_stream_that_blocks(make):
 
 
 @each
-def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost(make):
+@pytest.mark.parametrize("wakes", [True, False])
+def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost(make, wakes):
+    """Also where the signal ends no blocking call, as one that comes just before the call begins."""
     handler, more = signal.signal(signal.SIGINT, signal.default_int_handler), threading.Event()
 
     def stream():
         yield from stream_from(0, 3)
-        os.kill(os.getpid(), signal.SIGINT)  # while the main thread waits or trains
+        if wakes:
+            os.kill(os.getpid(), signal.SIGINT)  # while the main thread waits or trains
+        else:
+            assert not more.wait(0.2)
+            _thread.interrupt_main()
         assert more.wait(60)
         yield from stream_from(3)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrec.bounds import whole_number
+from jaxrec.interrupts import next_of
 from jaxrec.types import Batch
 
 Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
@@ -228,7 +229,7 @@ def _consume(iterable, items, stop):
     thread = threading.Thread(target=_produce, args=(iterable, items, stop), name="prefetch", daemon=True)
     thread.start()
     try:
-        while (item := items.get()) is not _END:
+        while (item := next_of(items)) is not _END:
             if isinstance(item, _Failure):
                 raise item.error
             yield item
