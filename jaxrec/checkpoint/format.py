@@ -129,6 +129,10 @@ class Image(NamedTuple):
         return sum(size for size, _ in self.files.values())
 
 
+# Writes rows into the partial directory of an image; returns {file: [bytes, crc32]} for its manifest.
+WriteRows = Callable[[Path], dict[str, list[int]]]
+
+
 class Snapshot(NamedTuple):
     """A consistent training state on the host, ready to be written."""
 
@@ -136,8 +140,7 @@ class Snapshot(NamedTuple):
     manifest: dict[str, Any]
     # More arrays; each dict is written before the next one is requested.
     later: Iterable[dict[str, np.ndarray]] = ()
-    # (directory) -> {file: [bytes, crc32]}: makes the servers write and flush their rows.
-    write_remote_rows: Callable[[Path], dict[str, list[int]]] | None = None
+    write_remote_rows: WriteRows | None = None  # makes the servers write and flush their rows
 
 
 def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Image:

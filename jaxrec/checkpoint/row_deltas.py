@@ -37,7 +37,7 @@ from jaxrec.checkpoint.format import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, is_remote, leaf_name, manifest_of
+from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, is_remote, manifest_of, row_leaves
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import RowIds
 from jaxrec.files import Lock, local_path, make_directory, remove_directory, write_json
@@ -162,10 +162,7 @@ def snapshot_rows(
     manifest = manifest_of(tables, step, extra, run, leaves, below)
     if is_remote(tables):
         return Snapshot(arrays, manifest, write_remote_rows=copies_at_servers(tables, rows) if rows else None)
-    for key, parts in tables.take(rows).items():
-        arrays[leaf_name(*key, ROW_IDS)] = rows[key].copy()
-        arrays |= {leaf_name(*key, part): array for part, array in parts.items()}
-    return Snapshot(arrays, manifest)
+    return Snapshot(arrays | row_leaves(tables, rows), manifest)
 
 
 def _is_empty(image):

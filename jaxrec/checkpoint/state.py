@@ -12,14 +12,14 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from jaxrec.checkpoint.format import Image, Snapshot, write_leaves
+from jaxrec.checkpoint.format import Image, Snapshot, WriteRows, write_leaves
 from jaxrec.embedding import EmbeddingSpec, Layout, Tables
 from jaxrec.embedding.tables import RowIds
 from jaxrec.sharding import mean_replica
@@ -31,10 +31,6 @@ _PROBE = "probe"
 def is_remote(tables: Tables) -> bool:
     """Return whether the rows are stored at servers."""
     return getattr(tables, "remote_rows", False)
-
-
-# Writes rows into the partial directory of an image; returns {file: [bytes, crc32]} for its manifest.
-WriteRows = Callable[[Path], dict[str, list[int]]]
 
 
 def shards_at_servers(tables: Any) -> WriteRows:
@@ -76,10 +72,7 @@ def _write_at_servers(tables, token, copied, directory):
 
 
 def _copy_rows(server, token, rows):
-    leaves: dict[str, np.ndarray] = {leaf_name(stack, shard, ROW_IDS): ids for (stack, shard), ids in rows.items()}
-    for (stack, shard), parts in server.take(rows).items():
-        leaves |= {leaf_name(stack, shard, part): array for part, array in parts.items()}
-    server.memory["copies"] = token, leaves
+    server.memory["copies"] = token, row_leaves(server, rows)
 
 
 def _write_rows(server, directory, token, copied):
@@ -118,6 +111,15 @@ def _write_shards(server, directory, token):
 
 
 ROW_IDS = "row_ids"
+
+
+def row_leaves(holder: Any, rows: RowIds) -> dict[str, np.ndarray]:
+    """Return copies of some rows of tables, or of a server, as leaves {name: array}, with their numbers."""
+    leaves: dict[str, np.ndarray] = {}
+    for (stack, shard), parts in holder.take(rows).items():
+        leaves[leaf_name(stack, shard, ROW_IDS)] = np.array(rows[stack, shard])
+        leaves |= {leaf_name(stack, shard, part): array for part, array in parts.items()}
+    return leaves
 
 
 def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str = "", copy: bool = True) -> Snapshot:
