@@ -48,6 +48,7 @@ from typing import Any, Literal
 import numpy as np
 from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray
 from main.report import Figure, figures, number, said
+from main.run_dir import cores
 from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, in_turns, measure_remote
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job, ratio
@@ -233,17 +234,16 @@ def measure_at_servers(
 
 
 @contextlib.contextmanager
-def cluster_on(cores: int | None) -> Iterator[Cluster]:
-    """Start Ray on the last `cores` cores, and leave the others to this process; on all of them if None.
+def cluster_apart(server_cores: int) -> Iterator[Cluster]:
+    """Start Ray on the last `server_cores` cores, and leave the others to this process.
 
     Call it before JAX counts its cores: its processes and threads keep the cores of their start.
     """
     before = sorted(os.sched_getaffinity(0))
-    apart = len(before) - (cores or 0)
     try:
-        os.sched_setaffinity(0, before[apart:] or before)
+        os.sched_setaffinity(0, before[-server_cores:])
         with Cluster() as cluster:
-            os.sched_setaffinity(0, before[:apart])
+            os.sched_setaffinity(0, before[:-server_cores])
             yield cluster
     finally:
         os.sched_setaffinity(0, before)
@@ -255,13 +255,13 @@ def check(config: Config) -> None:
     Raises:
       ValueError: names the first rule that is broken.
     """
-    remote, cores = config.link == "remote", len(os.sched_getaffinity(0))
+    remote = config.link == "remote"
     refuse({
         f"{flag} {value} is of --link remote: add that, or leave it out.": value is not None and not remote
         for flag, value in (("--servers", config.servers), ("--server-cores", config.server_cores))
     } | {
-        f"--server-cores {config.server_cores} must leave a core of {cores} to the trainer.": (
-            config.server_cores is not None and not 0 < config.server_cores < cores
+        f"--server-cores {config.server_cores} must leave a core of {cores()} to the trainer.": (
+            config.server_cores is not None and not 0 < config.server_cores < cores()
         ),
     } | (rule_of_ray() if remote else {}))  # fmt: skip
 
@@ -275,7 +275,9 @@ def main(config: Config) -> dict:
     results: dict[str, Any] = {}
     ways: dict[str, list[PipelineWay]] = {}
     with contextlib.ExitStack() as opened:
-        cluster = opened.enter_context(cluster_on(config.server_cores)) if config.link == "remote" else None
+        cluster = None
+        if config.link == "remote":
+            cluster = opened.enter_context(cluster_apart(config.server_cores) if config.server_cores else Cluster())
         run = Run("oac_throughput", config, config.workdir)  # starts JAX
         for words, job in points(config):
             here = run, config, words, job, config.rounds or rounds, counted
