@@ -35,18 +35,18 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
-from main.click_data import TEST_BATCH, click_job, make_model
+from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
-from studies.pools import KINDS, Shared, pool_figures, trained_pool
+from studies.pools import KINDS, Shared, click_stream, pool_figures, trained_pool
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
@@ -55,8 +55,6 @@ from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import rowwise_adagrad
 from jaxrec.loop import evaluate, planned
 from jaxrec.shadowsync import easgd
-from jaxrec.step import make_eval_step
-from jaxrec.types import Batch
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
 SMOOTHED = 8  # steps per point of a picture
@@ -286,39 +284,29 @@ def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED
     return seconds[1:].tolist(), (np.diff(furthest) * batch_size / np.diff(seconds)).tolist()
 
 
-def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int, int], Iterable[Batch]]:
-    """Return (first, every) -> batches first, first + every, ..., drawn where it is called."""
-    return lambda first, every: (clicks.batch(number, batch_size) for number in range(first, batches, every))
-
-
-def pool_work(config: Config) -> tuple[TrainerWork, SyntheticClicks]:
-    """Return the work of a pool whose trainers make all --steps together, and its clicks."""
-    clicks = SyntheticClicks(scaled_cardinalities(config.rows or 0), seed=config.seed)
-    job = click_job(clicks.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
+def pool_work(config: Config, clicks: SyntheticClicks, job: ClickJob) -> TrainerWork:
+    """Return the work of a pool whose trainers make all --steps together."""
     steps = config.steps or 0
     stream = Shared(functools.partial(click_stream, clicks, config.batch_size or 0, steps), steps)
     params = job.init(config.seed)
-    return TrainerWork(job.spec, job.loss, job.optimizer, job.row_optimizer, params, stream, easgd()), clicks
+    return TrainerWork(job.spec, job.loss, job.optimizer, job.row_optimizer, params, stream, easgd())
 
 
 def kill_in_pool(run: Run, config: Config) -> dict:
     """Kill processes of several kinds in a pool; return the contents of results.json."""
-    work, clicks = pool_work(config)
+    clicks = SyntheticClicks(scaled_cardinalities(config.rows or 0), seed=config.seed)
+    job = click_job(clicks.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))
+    work, eval_step = pool_work(config, clicks, job), job.eval_step()
     steps, batch_size = config.steps or 0, config.batch_size or 0
     kinds = itertools.cycle([KINDS[kind] for kind in config.kill])
     plan = {step: next(kinds) for step in sorted(kills_of(config))}
-    predict = click_job(clicks.cardinalities, make_model("dlrm", 16), work.optimizer, work.row_optimizer).predict
-    eval_step = make_eval_step(work.spec, predict)
     results: dict[str, Any] = {"regime": "free-running, measured", "trainers": config.trainers}
     lines, marks = {}, []
     with Cluster() as cluster:
         for arm, killed in (("none", {}), ("killed", plan)):
             directory = run.directory / "images" if killed else None
-            with trained_pool(cluster, work, config.trainers, config.servers, killed, config.seed, directory) as (
-                state,
-                stats,
-                killer,
-            ):
+            options = config.trainers, config.servers, killed, config.seed, directory
+            with trained_pool(cluster, work, *options) as (state, stats, killer):
                 stream = clicks.stream(TEST_BATCH, batches=max(4, min(50, steps // 8)), test=True)
                 auc = evaluate(state, planned(work.spec, stream), eval_step)["auc"]
             row = pool_figures(stats, killer, steps // config.trainers * config.trainers * batch_size)
@@ -331,13 +319,8 @@ def kill_in_pool(run: Run, config: Config) -> dict:
     results["auc_lost_killed"] = results["none_test_auc"] - results["killed_test_auc"]
     more = number(results["killed_overhead_percent"], 3)
     title = f"{config.trainers} trainers: {results['killed_kills']} kills (dotted) take {more} % more time"
-    plot(
-        run.directory / "rates_of_pool.png",
-        {"examples/s, repeated ones included": lines},
-        "seconds",
-        title,
-        marks=marks,
-    )
+    panels = {"examples/s, repeated ones included": lines}
+    plot(run.directory / "rates_of_pool.png", panels, "seconds", title, marks=marks)
     columns = {"seconds": "{}_seconds", "kills": "{}_kills", "test AUC": "{}_test_auc", "lost": "{}_examples_lost"}
     rest = {key: value for key, value in results.items() if "_seconds_" in key or "percent" in key}
     run.close(results, grid(results, "arm", ["none", "killed"], columns) + "\n\n" + listing(rest, {"A kill": [""]}))

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
+from studies.pools import KINDS, processes_of
 from studies.server_kills import END_S, alive_after, of_its_own
 
 from jaxrec.cluster import Cluster, Supervisor
@@ -32,7 +33,6 @@ from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 from jaxrec.shadowsync import easgd
 
-KINDS = ("trainer", "server", "sync server")
 BATCH, SERVERS, SYNC_SERVERS, TIMEOUT_S = 64, 2, 2, 15.0
 PACE_S = 0.1  # seconds per batch of a trainer, so that the run takes the given time
 ROWS = {"user": 3000, "item": 2000, "shop": 500}
@@ -84,8 +84,7 @@ class Killer:
 
     def __call__(self, pool: Any) -> None:
         """Kill or stop a process if one is due; called by the pool some times a second."""
-        of = {"trainer": pool.processes, "server": self.servers.processes, "sync server": pool.sync_server_processes}
-        processes = {kind: [number for number in each if number is not None] for kind, each in of.items()}
+        processes = processes_of(pool, self.servers)
         self.seen |= {number for each in processes.values() for number in each}
         if not self.begun and any(one.steps for one in pool.progress):
             self.begun = time.monotonic()
@@ -93,7 +92,7 @@ class Killer:
         if not self.next_at <= now <= self.end_s:
             return
         self.next_at = now + self.every_s
-        kind = KINDS[len(self.done) % len(KINDS)]
+        kind = [*KINDS.values()][len(self.done) % len(KINDS)]
         if not processes[kind]:
             return
         victim = int(self.rng.choice(processes[kind]))
@@ -128,7 +127,7 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
     return {
         "trainers": trainers, "workers": 2, "servers": SERVERS, "sync_servers": SYNC_SERVERS,
         "signals": len(killer.done), "stopped": sum(one["signal"] == "SIGSTOP" for one in killer.done),
-        **{f"{kind.replace(' ', '_')}s_replaced": failures.count(kind) for kind in KINDS},
+        **{f"{kind.replace(' ', '_')}s_replaced": failures.count(kind) for kind in KINDS.values()},
         "examples_of_the_stream": stream, "examples": stats.examples, "examples_lost": stats.examples_lost,
         "accounting_exact": stats.examples + stats.examples_lost == stream,
         "trainers_done": len(models), "processes_left": len(left), "seconds": stats.seconds,

@@ -47,8 +47,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
+from main.click_data import click_job, make_model
 from main.report import figures, number, scaled
-from studies.pools import Shared, trained_pool
+from studies.pools import Shared, click_stream, trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm
@@ -56,12 +57,10 @@ from tqdm import tqdm
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table, rowwise_adagrad
+from jaxrec.embedding import rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
-from jaxrec.models.dlrm import DLRM
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.shadowsync.emulation import make_events
-from jaxrec.step import make_eval_step
 from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
@@ -173,10 +172,7 @@ def make_quality_data(config: Config, size: Size) -> QualityData:
         cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
         clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
         test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
-
-        def drawn(seed, first=0, every=1):
-            return (clicks(seed).batch(number, batch_size) for number in range(first, batches, every))
-
+        drawn = lambda seed, first=0, every=1: click_stream(clicks(seed), batch_size, batches)(first, every)
         return QualityData(cardinalities, drawn, test, batches)
     from jaxrec.data.criteo import open_split
     from jaxrec.data.loader import Loader
@@ -195,42 +191,21 @@ def make_stream(config: Config, size: Size, seed: int) -> Callable[[int, int], I
     return functools.partial(make_quality_data(config, size).train, seed)
 
 
-class ClickModel(NamedTuple):
-    """A model without state, as a loss that travels to other processes."""
-
-    model: DLRM
-
-    def predict(self, params, activations, batch):
-        """Logits f32[B]."""
-        return self.model.apply(params, batch.dense, activations["sparse"])
-
-    def loss(self, params, activations, batch):
-        """Losses f32[B]."""
-        return optax.sigmoid_binary_cross_entropy(self.predict(params, activations, batch), batch.label)
-
-
 class QualityJob:
     """The model with its compiled programs; each arm of each seed is a fresh emulation."""
 
     def __init__(self, config: Config, data: QualityData):
         keep_memory()
         self.config, self.data = config, data
-        fields = [f"C{i}" for i in range(len(data.cardinalities))]
-        tables = {name: Table(n, config.width) for name, n in zip(fields, data.cardinalities, strict=True)}
-        self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=1, seed=config.seed)
-        self.model = ClickModel(DLRM((64, config.width), (64, 1)))
         rise = lambda rate: lambda step: rate * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
-        self.optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
-        self.row_optimizer = rowwise_adagrad(rise(config.row_learning_rate))
-        self.spec_at_servers = dataclasses.replace(self.spec, shards=SHARDS)
-        specs = self.spec, self.spec_at_servers
-        self.eval_steps = {spec.shards: make_eval_step(spec, self.model.predict) for spec in specs}
-        self.programs = make_events(self.spec, self.model.loss, self.optimizer, self.row_optimizer)
-
-    def params(self, seed: int) -> Any:
-        """Initial dense parameters of every replica."""
-        example = jnp.zeros((1, 13)), jnp.zeros((1, len(self.data.cardinalities), self.config.width))
-        return self.model.model.init(jax.random.key(seed), *example)
+        optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
+        row_optimizer, model = rowwise_adagrad(rise(config.row_learning_rate)), make_model("small_dlrm", config.width)
+        self.job, self.job_at_servers = (
+            click_job(data.cardinalities, model, optimizer, row_optimizer, config.width, shards, config.seed)
+            for shards in (1, SHARDS)
+        )
+        self.eval_steps = {job.spec.shards: job.eval_step() for job in (self.job, self.job_at_servers)}
+        self.programs = make_events(self.job.spec, self.job.loss, optimizer, row_optimizer)
 
     def test(self, state: TrainState, seed: int) -> dict[str, float]:
         """Metrics of a state on the test data."""
@@ -241,9 +216,9 @@ class QualityJob:
     def run(self, arm: str, trainers: int, workers: int, seed: int, gap: int | None = None) -> dict[str, Any]:
         """Train and evaluate one arm of one seed; a shadow's rounds take `gap` steps, or --shadow-steps."""
         config = self.config if gap is None else dataclasses.replace(self.config, shadow_steps=gap)
-        spec = dataclasses.replace(self.spec, seed=self.config.seed + seed)
+        job = self.job.of_seed(self.config.seed + seed)
         emulation = Emulation(
-            spec, self.model.loss, self.optimizer, self.row_optimizer, self.params(seed), trainers, workers,
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed), trainers, workers,
             script_of(arm, config), seed, self.programs,
         )  # fmt: skip
         start = time.perf_counter()
@@ -266,10 +241,10 @@ class QualityJob:
         script, batches = script_of(arm, self.config), self.data.batches
         script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
         in_background = script is not None and script.latency_ticks > 0
-        spec = dataclasses.replace(self.spec_at_servers, seed=self.config.seed + seed)
+        job = self.job_at_servers.of_seed(self.config.seed + seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
-            spec, self.model.loss, self.optimizer, self.row_optimizer, self.params(seed), Shared(stream, batches),
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed), Shared(stream, batches),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip

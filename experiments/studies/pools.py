@@ -19,6 +19,7 @@ import numpy as np
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.pool import PoolStats, TrainerPool
 from jaxrec.cluster.trainers import TrainerWork
+from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.types import Batch, DenseState, TrainState
 
 KINDS = {"trainers": "trainer", "servers": "server", "sync": "sync server"}  # {flag: name at the pool}
@@ -45,6 +46,17 @@ class Shared:
             return (batch for batch, _ in zip(mine, range(steps - start), strict=False))
 
         return of
+
+
+def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int, int], Iterable[Batch]]:
+    """Return (first, every) -> batches first, first + every, ..., drawn where it is called."""
+    return lambda first, every: (clicks.batch(number, batch_size) for number in range(first, batches, every))
+
+
+def processes_of(pool: Any, servers: Supervisor) -> dict[str, list[int]]:
+    """Return {kind: process ids} of a pool and its shard servers, of those that have started."""
+    of = {"trainer": pool.processes, "server": servers.processes, "sync server": pool.sync_server_processes}
+    return {kind: [number for number in each if number is not None] for kind, each in of.items()}
 
 
 @dataclasses.dataclass
@@ -103,8 +115,7 @@ class PoolKiller:
             self._kill(self._plan.pop(0)[1], pool)
 
     def _kill(self, kind, pool):
-        of = {"trainer": pool.processes, "server": self._servers.processes, "sync server": pool.sync_server_processes}
-        victim = self._draw.choice([number for number in of[kind] if number is not None])
+        victim = self._draw.choice(processes_of(pool, self._servers)[kind])
         with contextlib.suppress(ProcessLookupError):  # a trainer that is done
             os.kill(victim, signal.SIGKILL)
             self.kills.append(PoolKill(kind, time.monotonic()))
