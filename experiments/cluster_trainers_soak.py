@@ -7,8 +7,10 @@ Four trainers of two workers each run freely over two servers (`jaxrec.cluster.p
 EASGD over two sync servers. Every 20 seconds a process is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP): a
 random trainer, server and sync server in turn. The stream is long enough for the given time. `accounting_exact`:
 examples trained, each counted once, and examples lost add up to the stream. `processes_left`: processes of the pool and
-of the servers that are alive at the end. `longest_step_over_median` is of each trainer's newest incarnation, without
-waits for rows of dead servers; all processes share the cores of this machine. Regime: free-running, all **measured**.
+of the servers that are alive at the end. `longest_step_over_median_STATE`: the longest step, from a batch to the next,
+of a trainer that was not itself stopped, over the median of its steps: while a trainer or a sync server was stopped and
+not yet declared dead; while a process started, which takes the cores of this machine that all share; while rows of a
+dead server were away; and at all other times (`calm`). Regime: free-running, all **measured**.
 """
 
 import contextlib
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
+from studies.pauses import Timed, longest_by_state, state_at
 from studies.pools import KINDS, processes_of
 from studies.server_kills import END_S, alive_after, of_its_own
 
@@ -35,6 +38,7 @@ from jaxrec.shadowsync import easgd
 
 BATCH, SERVERS, SYNC_SERVERS, TIMEOUT_S = 64, 2, 2, 15.0
 PACE_S = 0.1  # seconds per batch of a trainer, so that the run takes the given time
+STARTING_S = 8.0  # for which a new server or sync server counts as starting; trainers say it themselves
 ROWS = {"user": 3000, "item": 2000, "shop": 500}
 SPEC = EmbeddingSpec({name: Table(rows, 8) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
 CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=4)
@@ -74,18 +78,28 @@ class Paced:
 
 
 class Killer:
-    """Kills or stops a process every `every_s` seconds, for `minutes` minutes from the first step on."""
+    """Kills or stops a process every `every_s` seconds, for `minutes` minutes from the first step on.
+
+    Attributes:
+      done: signals sent.
+      seen: ids of all processes that were there.
+      samples: (instant, state of the pool, see `state_at`) of each call.
+    """
 
     def __init__(self, servers: Supervisor, seed: int, every_s: float, minutes: float, run: Run):
         self.servers, self.every_s, self.end_s, self.run = servers, every_s, 60 * minutes, run
         self.rng, self.begun, self.next_at = np.random.default_rng(seed), 0.0, every_s / 2
         self.done: list[dict[str, Any]] = []
-        self.seen: set[int] = set()  # process ids
+        self.seen: set[int] = set()
+        self.samples: list[tuple[float, str]] = []
+        self._noticed: list[tuple[float, str]] = []  # (instant, kind) of deaths
+        self._pending: list[tuple[str, bool]] = []  # (kind, whether it was stopped) of signals not yet noticed
 
     def __call__(self, pool: Any) -> None:
         """Kill or stop a process if one is due; called by the pool some times a second."""
         processes = processes_of(pool, self.servers)
         self.seen |= {number for each in processes.values() for number in each}
+        self._sample(pool)
         if not self.begun and any(one.steps for one in pool.progress):
             self.begun = time.monotonic()
         now = time.monotonic() - self.begun if self.begun else 0.0
@@ -101,15 +115,36 @@ class Killer:
             os.kill(victim, how)
             self.done.append({"at_s": now, "kind": kind, "signal": how.name, "process": victim})
             self.run.log(self.done[-1])
+            self._pending.append((kind, how is signal.SIGSTOP))
+
+    def _sample(self, pool):
+        now = time.monotonic()
+        for failure in pool.failures[len(self._noticed) :]:
+            self._noticed.append((now, failure.kind))
+            mine = [each for each in self._pending if each[0] == failure.kind]
+            if mine:
+                self._pending.remove(mine[0])
+        states = {one.state for one in pool.progress}
+        of_server = any(kind == "server" for kind, _ in self._pending)
+        recent = any(kind != "trainer" and now - at < STARTING_S for at, kind in self._noticed)
+        state = state_at(
+            rows_away=of_server or any(one.lost for one in pool.progress),
+            starting=recent or bool(states & {"waiting", "starting"}),
+            stopped=any(stopped for _, stopped in self._pending),
+        )
+        self.samples.append((now, state))
 
 
 def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float) -> dict[str, Any]:
     """Run the pool under kills; return the contents of results.json."""
     row_optimizer, steps = adagrad(0.05), int(60 * minutes / PACE_S)
     params = {"dense": np.zeros(4, np.float32), "bias": np.float32(0)}
+    instants = run.directory / "instants"
+    instants.mkdir()
     work = TrainerWork(
-        SPEC, loss, optax.adam(3e-3), row_optimizer, params, Paced(steps), easgd(), pace_seconds=0.2, workers=2
-    )
+        SPEC, loss, optax.adam(3e-3), row_optimizer, params, Timed(Paced(steps), instants), easgd(), pace_seconds=0.2,
+        workers=2,
+    )  # fmt: skip
     with Cluster() as cluster:
         servers = Supervisor(
             cluster, SPEC, row_optimizer, SERVERS, directory=run.directory, timeout_s=TIMEOUT_S, most_deaths=10**6
@@ -133,7 +168,7 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
         "trainers_done": len(models), "processes_left": len(left), "seconds": stats.seconds,
         "rows_lost": stats.rows_lost, "waited_for_rows_s": sum(stats.waited_for_rows_s),
         "average_sync_gap": float(np.mean(stats.average_sync_gap)), "replica_spread": stats.replica_spread,
-        "longest_step_over_median": max(stats.longest_step_over_median),
+        **longest_by_state(instants, killer.samples),
     }  # fmt: skip
 
 

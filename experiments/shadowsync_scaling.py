@@ -2,7 +2,7 @@
 
     python experiments/shadowsync_scaling.py                 10 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
-    python experiments/shadowsync_scaling.py --where processes   trainers, servers and places in processes; 10 minutes
+    python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 10 minutes
 
 Regime: free-running. Three parts, which share no keys:
 
@@ -85,7 +85,7 @@ PRESETS = {
 OF_PROCESSES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "smoke": (("s_easgd_paced",), 1, 300),
     "default": (("s_easgd", "s_easgd_paced", "s_ma_paced"), 5, 100),
-    "paper": (("s_easgd", "s_easgd_paced", "s_ma", "s_ma_paced"), 24, 200),
+    "paper": (("s_easgd_paced",), 24, 100),
 }
 
 

@@ -11,8 +11,10 @@ The reference workload DLRM-Kaggle: bottom MLP 13-512-256-64-16, 26 lookups of w
 interaction, top MLP 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048, f32, ids from a power law
 of exponent 1.05. Every side is a separate process; they alternate, one round of steps each, so that a slow minute hits
 all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_step` is the time of the step's matrix
-products alone in JAX, in the same rounds, over that of the step. `allocated_mb_per_step` is what XLA plans to allocate
-in a step. Expected: 6 minutes with `--against torch`, two cores; figures in docs/measured.md.
+products alone in JAX, in the same rounds, over that of the step. `step_over_parts` is the time of a step over that of
+read, update and put, each waited for; `planned_step_over_parts` the same of a step whose batch was planned before, so
+that no thread plans beside it. `allocated_mb_per_step` is what XLA plans to allocate in a step. Expected: 7 minutes
+with `--against torch`, two cores; figures in docs/measured.md.
 """
 
 import dataclasses
@@ -53,18 +55,23 @@ def started(config: Config, steps: int) -> dict[str, Side]:
         except Failed as error:
             sides.pop(name, None)
             say(f"{name} left out: {last_line(error)[:200]}")
-    sides["jaxrec"].ask("gemm", steps)  # compiles
+    for what in ("gemm", "run_planned", "parts"):
+        sides["jaxrec"].ask(what, steps)  # compiles
     return sides
 
 
 def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
-    """Seconds per step, f64[rounds], of every side and of jaxrec's matrix products alone, interleaved."""
-    turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm"]}
+    """Seconds per step, f64[rounds], of every side, and of what jaxrec's step consists of, interleaved."""
+    ours = sides["jaxrec"]
+    turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm", "planned", *STEP_PARTS]}
     # Interleaved: a slow minute of the machine hits all sides and cancels in their ratios.
     for _ in range(rounds):
         for name, side in sides.items():
             turns[name].append(side.ask("run", steps))
-        turns["gemm"].append(sides["jaxrec"].ask("gemm", steps))
+        turns["gemm"].append(ours.ask("gemm", steps))
+        turns["planned"].append(ours.ask("run_planned", steps))
+        for name, seconds in ours.ask("parts", steps).items():
+            turns[name].append(seconds)
     return {name: np.array(times) for name, times in turns.items()}
 
 
@@ -74,9 +81,12 @@ def measure_sides(config: Config, rounds: int, steps: int) -> dict:
     times, ours = sides_in_turns(sides, rounds, steps), sides["jaxrec"]
     ms = {name: 1e3 * float(np.median(each)) for name, each in times.items()}
     results: dict[str, Any] = {"examples_per_s": 1e3 * config.batch_size / ms["jaxrec"], "step_ms": ms["jaxrec"]}
-    results |= ours.ask("parts", 4 * steps)
+    results |= {f"{part}_ms": ms[part] for part in (*STEP_PARTS, "gemm")}
     moved = sum(results[f"{part}_ms"] for part in ("plan", "read", "put"))
-    results |= {"plan_read_put_share_of_step": moved / ms["jaxrec"], "gemm_ms": ms["gemm"]}
+    results |= {"plan_read_put_share_of_step": moved / ms["jaxrec"], "planned_step_ms": ms["planned"]}
+    parts = times["read"] + times["update"] + times["put"]
+    results |= ratio("step_over_parts", times["jaxrec"] / parts)
+    results |= ratio("planned_step_over_parts", times["planned"] / parts)
     results["gemm_share_of_step"] = float(np.median(times["gemm"] / times["jaxrec"]))
     results |= {"peak_memory_mb": ours.ask("peak_mb"), "tables_and_slots_mb": ours.table_bytes / 2**20}
     results["peak_over_tables_and_slots"] = results["peak_memory_mb"] / results["tables_and_slots_mb"]
@@ -92,6 +102,7 @@ def measure_sides(config: Config, rounds: int, steps: int) -> dict:
     return results
 
 
+STEP_PARTS = ("plan", "read", "update", "put")
 SWEEPS = {
     "rows": ("rows", (1_000_000, 10_000_000, 50_000_000)),
     "batch": ("batch_size", (512, 2048, 8192, 32768)),
@@ -105,7 +116,7 @@ FIGURES |= {"peak, MB": "peak_memory_mb", "made in a step, MB": "allocated_mb_pe
 FIGURES |= {"PyTorch's time over ours": "jaxrec_over_torch", "FBGEMM's": "jaxrec_over_fbgemm"}
 GROUPS = {
     "Speed": ["examples_per_s", "step_ms"],
-    "A step in parts, each waited for": ["plan", "read", "update", "put", "gemm"],
+    "A step in parts, each waited for": ["plan", "read", "update", "put", "gemm", "step_over_parts"],
     "Memory": ["peak", "tables", "allocated"],
     "Times of PyTorch over those of jaxrec": ["jaxrec_over", "torch", "fbgemm", "fastest"],
 }
@@ -118,9 +129,6 @@ def table(config: Config, results: dict[str, Any]) -> str:
     field, values = SWEEPS[config.sweep]
     columns = {head: f"{key}_at_{field}_{{}}" for head, key in FIGURES.items()}
     return grid(results, field, {f"{value:,}": str(value) for value in values}, columns)
-
-
-STEP_PARTS = ("plan", "read", "update", "put")
 
 
 def peers_of(results: Mapping[str, Any], end: str = "") -> dict[str, Figure]:

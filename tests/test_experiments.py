@@ -604,6 +604,7 @@ def test_throughput_measures_every_part(tmp_path, flags):
     done = run("throughput", "--preset", "smoke", *flags.split(), "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
     found = results(tmp_path)
-    assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step", "gemm"))
+    assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step", "planned_step", "gemm"))
+    assert found["step_over_parts_low"] > 0 and found["planned_step_over_parts_low"] > 0
     assert found["gemm_share_of_step"] > 0 and found["peak_memory_mb"] > found["tables_and_slots_mb"]
     assert found["peak_over_tables_and_slots"] > 1 and found["allocated_mb_per_step"] > 0

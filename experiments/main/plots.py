@@ -82,7 +82,7 @@ def plot(
                 axis.set_xscale("log")
                 if len(above[0]) <= _CHOSEN:  # such as numbers of nodes; measured values get round ticks
                     at = ticks(above[0])
-                    axis.set_xticks(at, [f"{x:.4g}" for x in at])
+                    axis.set_xticks(at, [f"{x:.4g}" if x == round(x) else f"{x:.2g}" for x in at])
                     axis.minorticks_off()
             _shorten(axis)
             axis.grid(alpha=0.3)
