@@ -43,10 +43,11 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
+from main.pools import Shared
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
-from studies.pools import KINDS, Shared, click_stream, pool_figures, trained_pool
+from studies.pools import KINDS, click_stream, pool_figures, trained_pool
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork

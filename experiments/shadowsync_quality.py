@@ -48,8 +48,9 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
 from main.click_data import click_job, make_model
+from main.pools import Shared
 from main.report import figures, number, scaled
-from studies.pools import Shared, click_stream, trained_pool
+from studies.pools import click_stream, trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm

@@ -6,6 +6,7 @@
     python experiments/train.py --tables host --pipeline oac      tables in host memory, batches in flight
     python experiments/train.py --tables remote --servers 2       tables in other processes, on Ray
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
+    python experiments/train.py --shadowsync easgd --trainers 4 --tables remote   trainers in processes of their own
     python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
     python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
@@ -24,6 +25,7 @@ from main.cli import Run, command_line, listing, paired_interval, refuse, say
 from main.click_data import ClickJob, click_job, make_model
 from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of, unread
 from main.plots import TABLE, draw
+from main.pools import train_pool
 from main.recorder import Past, Recorder, check_seeds, resumed
 from main.run_dir import go_on_with
 from main.saving import Best, PeriodicSaves, RecoverySaves
@@ -34,6 +36,7 @@ from main.techniques import (
     Techniques,
     as_saved,
     claim_devices,
+    cluster_of,
     home_of,
     job_of,
     make_engine,
@@ -212,11 +215,23 @@ def one(config: Config, asked: Asked) -> dict:
         results = run.read_json("results.json")
         check_seeds(run, 1)
         if not results.get("last_state_saved"):
+            if config.in_processes:
+                return in_processes(config, run, asked)
             with own(config.table_directory, run.id), home_of(config, run) as home:
                 return train_to_the_end(config, run, asked, home)
         say(f"{run.directory} is complete, nothing is left to do:")
         say(listing(results, TABLE))
         return results
+
+
+def in_processes(config: Config, run: Run, asked: Asked) -> dict:
+    """Run one training job by a pool of trainers."""
+    data = data_of(config)
+    say(f"test AUC to expect: {data.expectation}")
+    with cluster_of(config, run) as cluster:
+        results = train_pool(config, run, cluster, data, make_job(config, data), asked)
+    run.close(results, listing(results, TABLE))
+    return results
 
 
 def each_seed(config: Config, asked: Asked) -> dict:
@@ -247,6 +262,10 @@ def rules(config: Config) -> dict[str, object]:
         ),
         "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience",)),
         "--cpr without --save-every-steps": (config.save_every_steps is None, ("recovery_costs",)),
+        "trainers in one process (those in processes of their own save every minute, and are tested at the end)": (
+            not config.in_processes,
+            ("evaluations", "patience", "save_every_steps"),
+        ),
         "a single seed": (config.seeds == 1, ("table_directory",)),
     }
     of_this_job = {

@@ -44,8 +44,8 @@ from studies.watching import (
     how_ended,
     judge,
     number_of,
+    processes_below,
     result_of,
-    servers_below,
     step_begun,
     steps_saved,
     steps_told,
@@ -200,7 +200,7 @@ class Soak:
             process = self.start(name, workdir, temporary=temporary)
             process.read(int(rng.integers(2, LINES + 1)))
             time.sleep(3 * rng.random())
-            if killed := servers_below(Path(temporary)):
+            if killed := processes_below(Path(temporary)):
                 os.kill(int(rng.choice(killed)), signal.SIGKILL)
             ended = process.ended()
             left = [str(path) for path in Path(temporary).glob("jaxrec-*")]

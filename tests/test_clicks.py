@@ -63,6 +63,18 @@ def test_criteo_gives_the_batches_that_were_asked_for(directory, flags, steps, e
         np.testing.assert_array_equal(batch.ids["sparse"], again.ids["sparse"])
 
 
+@pytest.mark.parametrize("every", [1, 3, 4])
+@pytest.mark.parametrize("first", [0, 2, 7])
+def test_every_third_batch_is_that_of_the_whole_stream_over_all_epochs(directory, first, every):
+    for data in (
+        click_data.criteo_clicks(directory, batch_size=24, epochs=3, shuffle_seed=1),
+        click_data.synthetic_clicks(CARDINALITIES, 16, 5, seed=3, test_batches=1, epochs=2, shuffle=True),
+    ):
+        whole = list(data.train(0))
+        for batch, other in zip(data.train(first, every), whole[first::every], strict=True):
+            np.testing.assert_equal(batch._asdict(), other._asdict())
+
+
 @pytest.mark.parametrize(
     "flags", [{"batch_size": 300, "padded": False}, {"batch_size": 64, "examples": 50, "padded": False}]
 )

@@ -16,16 +16,17 @@ import threading
 import time
 from pathlib import Path
 
+import evaluate
 import jax
 import numpy as np
 import pytest
 from studies import server_kills
 from studies.server_kills import Killing
-from studies.watching import Process, command_of, differences, servers_below
+from studies.watching import Process, command_of, differences, processes_below
 from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 
-from jaxrec.checkpoint import Checkpointer, images, restore
+from jaxrec.checkpoint import Checkpointer, images, newest, read_manifest, restore
 from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.reaper import MARK, marked, reap
@@ -433,7 +434,7 @@ def job(workdir, *flags, short=None, steps=STEPS):
 
 def servers_of(short):
     """The process ids of servers, in the order of their start."""
-    return sorted(servers_below(short))
+    return sorted(processes_below(short))
 
 
 def has_saved(workdir, step):
@@ -513,3 +514,34 @@ def test_a_run_whose_ray_dies_ends_by_its_name_and_says_how_to_go_on(short, tmp_
     assert ended.code == 1 and "Traceback" not in ended.said
     assert re.search(rf"error: Ray's raylet \(process {raylet}\).* has died. Go on with .* --resume", ended.said)
     assert not list(short.glob("jaxrec-*"))
+
+
+def pool_job(workdir, short):
+    words = ["--preset", "smoke", "--rows", "500", "--batch-size", "64", "--embedding-width", "8", "--model"]
+    words += ["small_dlrm", "--tables", "remote", "--shadowsync", "easgd", "--trainers", "2", "--workers", "2"]
+    words += ["--steps", "4001", "--workdir", str(workdir), "--resume"]  # one step is left over
+    script = Path(__file__).parent.parent / "experiments" / "train.py"
+    return Process([sys.executable, str(script), *words], os.environ | {"TMPDIR": str(short)}, LIMIT_S)
+
+
+def newest_image(workdir):
+    return read_manifest(newest(workdir / "checkpoints"))
+
+
+def test_the_main_job_in_processes_survives_a_death_and_a_stop_and_is_evaluated(short, tmp_path, capsys):
+    first = pool_job(tmp_path, short)
+    until(lambda: processes_below(short, "TrainerProcess"), LIMIT_S)
+    os.kill(processes_below(short, "TrainerProcess")[-1], signal.SIGKILL)
+    until((tmp_path / "metrics.jsonl").exists, LIMIT_S)  # it has a row for the death
+    first.send(signal.SIGTERM)
+    ended = first.ended()
+    assert ended.code == 128 + signal.SIGTERM and "stopped and saved" in ended.said and "Traceback" not in ended.said
+    positions = newest_image(tmp_path).extra["positions"]
+    second = pool_job(tmp_path, short).ended()
+    assert second.code == 0 and "going on from" in second.said
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["examples"] == (4000 - sum(positions)) * 64 and found["examples_lost"] == 0
+    assert newest_image(tmp_path).extra["positions"] == [2000, 2000] and found["test_auc"] > 0.6
+    assert not list(short.glob("jaxrec-*"))
+    again = evaluate.main(evaluate.Config(run_directory=tmp_path, workdir=tmp_path / "evaluated"))
+    assert again["auc"] == pytest.approx(found["test_auc"], abs=1e-6)

@@ -29,9 +29,9 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from main import cli
+from main.pools import Shared
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
-from studies.pools import Shared
 from studies.reference import Job
 
 from jaxrec.checkpoint import images, read_manifest, verify

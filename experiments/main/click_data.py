@@ -141,7 +141,7 @@ class Data(NamedTuple):
     steps: int  # over all epochs
     epoch_steps: int
     epoch_examples: int
-    train: Callable[[int], Iterator[Batch]]  # first step -> batches from there on
+    train: Callable[..., Iterator[Batch]]  # (first step, every=1) -> every so many batches from there on
     test: Callable[[], Iterator[Batch]]
     validation: Callable[[], Iterator[Batch]] | None = None  # if any rows are held out
     vocabulary_digest: str | None = None  # of the mapping from categories to rows
@@ -190,9 +190,9 @@ def synthetic_clicks(
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
 
-    def batches(epoch, first):
+    def batches(epoch, first, every):
         order = np.random.default_rng([seed, _ORDER, epoch]).permutation(steps) if shuffle else range(steps)
-        return (clicks.batch(int(index), batch_size) for index in order[first:])
+        return (clicks.batch(int(index), batch_size) for index in order[first::every])
 
     return Data(
         clicks.cardinalities,
@@ -281,10 +281,10 @@ def data_of_blocks(
     total = min(epoch_steps * whole_number("epochs", epochs), steps or math.inf)
     _check_steps(total, batch_size)
 
-    def batches(epoch, first):
+    def batches(epoch, first, every):
         loader = Loader(source, batch_size, shuffle_seed=shuffle_seed, epochs=None)
         loader.seek(epoch * loader.batches_per_epoch + first)
-        return iter(loader)
+        return itertools.islice(loader, 0, None, every)
 
     return Data(
         (),
@@ -388,19 +388,19 @@ def _validated(split: BlockSource, fraction: float, at_random: bool) -> tuple[Bl
     return set_apart(split, apart, seed=0 if at_random else None)
 
 
-def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int], Iterator[Batch]]):
-    """Build `Data.train` from `batches`: (epoch, its first step) -> batches from there on."""
+def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int, int], Iterator[Batch]]):
+    """Build `Data.train` from `batches`: (epoch, its first step, every) -> every so many batches from there on."""
 
-    def train(first: int) -> Iterator[Batch]:
+    def train(first: int, every: int = 1) -> Iterator[Batch]:
         whole_number("first", first, 0, steps, ", the steps of the run")
-        return generate(first)
+        return generate(first, every)
 
-    def generate(step):
+    def generate(step, every):
         while step < steps:
             epoch, first = divmod(step, epoch_steps)
-            count = min(epoch_steps - first, steps - step)
-            yield from itertools.islice(batches(epoch, first), count)
-            step += count
+            count = -(-min(epoch_steps - first, steps - step) // every)
+            yield from itertools.islice(batches(epoch, first, every), count)
+            step += count * every
 
     return train
 

@@ -5,8 +5,8 @@
     TechniqueFlags   -> main/techniques.py
 
 Two regimes of ShadowSync follow from the other flags. In lock step, trainers are replicas on a mesh, one per device,
-that share every batch: with device or remote tables, a pipeline or CPR. Free-running trainers are threads over shared
-host tables, each with its own batches.
+that share every batch: with device tables, a pipeline or CPR. Free-running trainers, each with its own batches, are
+threads over shared host tables, or processes over tables at servers.
 """
 
 import dataclasses
@@ -99,6 +99,14 @@ def data_of(config: DataFlags) -> Data:
 
         return tabular_data(config)
     return synthetic_data(config) if config.data == "synthetic" else criteo_data(config)
+
+
+def absolute(config):
+    """Return the flags with an absolute path of prepared data, for a process with another working directory."""
+    paths = config.path
+    if config.data == "criteo" and not paths[0].is_dir():
+        paths = (prepared_directory(paths, preparation(config)),)
+    return dataclasses.replace(config, path=tuple(local_path(path).resolve() for path in paths))
 
 
 def synthetic_data(config) -> Data:
@@ -253,8 +261,9 @@ class TechniqueFlags(Flags):
     savings: bool = False
     """oac: skip transfers of rows that the device already has, or that a batch in flight writes again."""
     shadowsync: Literal["none", "easgd", "ma", "bmuf"] = "none"
-    """Replicas of the dense network, synchronised in the background. With host tables alone, trainers are free-running;
-    with a pipeline, other tables or CPR they are replicas in lock step."""
+    """Replicas of the dense network, synchronised in the background. With host tables alone, trainers are free-running
+    threads; with remote tables alone, free-running processes; with a pipeline, device tables or CPR they are replicas
+    in lock step."""
     trainers: int | None = None
     """Number of trainers; default 2. In lock step each trains a share of every batch."""
     workers: int = 1
@@ -298,7 +307,12 @@ class TechniqueFlags(Flags):
     @property
     def free(self) -> bool:
         """Whether trainers are free-running."""
-        return self.shadowsync != "none" and (self.tables, self.pipeline, self.cpr) == ("host", "none", "none")
+        return self.shadowsync != "none" and self.tables != "device" and self.pipeline == self.cpr == "none"
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether trainers are processes."""
+        return self.free and self.tables == "remote"
 
     @property
     def in_lock_step(self) -> bool:
@@ -378,7 +392,10 @@ def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
         "--pipeline oac or async": (config.pipeline in ("oac", "async"), ("window",)),
         "--pipeline oac": (config.pipeline == "oac", ("stale_rows", "savings")),
         "--shadowsync easgd, ma or bmuf": (config.shadowsync != "none", rounds),
-        "trainers that run freely, over --tables host without --pipeline and --cpr": (config.free, ("workers",)),
+        "trainers that run freely, over --tables host or remote without --pipeline and --cpr": (
+            config.free,
+            ("workers",),
+        ),
         "--cpr mfu, say": (cpr, ("fail", "mtbf_steps", "target_pls", "recovery_costs")),
         "--fail gamma": (config.fail == ("gamma",), ("fail_shape",)),
     }

@@ -45,6 +45,8 @@ def claim_devices(config: TechniqueFlags) -> None:
     Raises:
       ValueError: too few devices, and no more can be created; shards or batches cannot be split over them.
     """
+    if config.in_processes:  # each has its own JAX
+        return
     if config.replicas > 1:
         enough_threads(config.replicas)
         try:
@@ -69,7 +71,7 @@ def mesh_of(config: TechniqueFlags) -> jax.sharding.Mesh:
 def job_of(config: TechniqueFlags, job: ClickJob) -> ClickJob:
     """Return the job for the techniques: foreground rounds keep their memory beside the optimizer state."""
     if config.in_lock_step and config.sync_every_steps is not None:
-        return job._replace(optimizer=remembering(job.optimizer, _rule(config)))
+        return job._replace(optimizer=remembering(job.optimizer, rule_of(config)))
     return job
 
 
@@ -87,9 +89,9 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     capacity = extra.get("capacity")
     if config.free:
         step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
-        past, sync = extra.get("techniques", {}).get("trainers"), _options(config)
+        past, sync = extra.get("techniques", {}).get("trainers"), sync_options(config)
         return FreeTrainers(
-            state, step, _rule(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
+            state, step, rule_of(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
         )
     if config.pipeline == "none":
         return Serial(state, job.train_step(mesh), capacity)
@@ -277,21 +279,30 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
     """Yield the placement that the flags ask for; servers end with the block.
 
     Raises:
-      OSError: a server died, and there is no recovery for its rows.
-      ValueError, OSError: Ray cannot be started or joined.
+      As `cluster_of`.
     """
     if config.tables != "remote":
         yield Home(config)
         return
-    go_on = go_on_with(run)
-    advice, logs = f"{go_on[0].upper()}{go_on[1:]}.", run.directory / "ray_logs"
-    with Cluster(config.ray_address, advice=advice, log_directory=logs) as cluster:
+    with cluster_of(config, run) as cluster:
         home = ServerHome(config, run, cluster)
         try:
             yield home
         except ShardsLost as lost:
             hint = " With --cpr a run survives the death of a server." if config.cpr == "none" else ""
-            raise OSError(f"{home.lost or lost}; {go_on}.{hint}") from lost
+            raise OSError(f"{home.lost or lost}; {go_on_with(run)}.{hint}") from lost
+
+
+def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
+    """Return the cluster that the flags ask for, to be entered.
+
+    Raises:
+      ValueError, OSError: on entering, Ray cannot be started or joined.
+    """
+    go_on = go_on_with(run)
+    return Cluster(
+        config.ray_address, advice=f"{go_on[0].upper()}{go_on[1:]}.", log_directory=run.directory / "ray_logs"
+    )
 
 
 def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Path | None) -> HostTables:
@@ -398,12 +409,14 @@ def _check_split(config, devices):
             )
 
 
-def _rule(config):
+def rule_of(config: TechniqueFlags) -> Rule:
+    """Return the synchronisation rule that the flags ask for."""
     given = {"form": config.sync_form, "alpha": config.sync_alpha}
     return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
 
 
-def _options(config):
+def sync_options(config: TechniqueFlags) -> dict[str, Any]:
+    """Return when rounds are made, as arguments of a synchroniser."""
     if config.sync_every_steps is not None:
         return {"every_steps": config.sync_every_steps}
     if config.sync_pace_seconds is not None:
@@ -417,9 +430,9 @@ def _options(config):
 def _rounds(config, engine):
     """Return what synchronises replicas in lock step: a foreground hook, or a background thread's handle."""
     if config.sync_every_steps is not None:
-        return ForegroundRounds(_rule(config), config.sync_every_steps)
+        return ForegroundRounds(rule_of(config), config.sync_every_steps)
     one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
-    return engine.enter(SyncGroup(_rule(config), one, 1, **_options(config)).trainer(0))
+    return engine.enter(SyncGroup(rule_of(config), one, 1, **sync_options(config)).trainer(0))
 
 
 def _mode(config) -> Mode:

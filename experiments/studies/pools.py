@@ -1,4 +1,4 @@
-"""Pools of free-running trainers that share one stream; and killers of their processes, of all kinds.
+"""Killers of the processes of a pool of free-running trainers, of all kinds, and what a pool has come to.
 
 For `shadowsync_quality.py --where processes` and `cluster_failures.py --kill`.
 """
@@ -24,28 +24,6 @@ from jaxrec.types import Batch, DenseState, TrainState
 
 KINDS = {"trainers": "trainer", "servers": "server", "sync": "sync server"}  # {flag: name at the pool}
 SAVE_EVERY_S, TIMEOUT_S = 10.0, 120.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Batch factory of a pool whose n trainers share a stream: trainer i has its batches i, i + n, i + 2 n, ...
-
-    Attributes:
-      make: opens the stream in a trainer's process; (first, every) -> batches first, first + every, ... of it.
-      batches: length of the stream; those that are left over after equal shares are dropped.
-    """
-
-    make: Callable[[], Callable[[int, int], Iterable[Batch]]]
-    batches: int
-
-    def __call__(self, trainer: int, trainers: int) -> Callable[[int], Iterator[Batch]]:
-        stream, steps = self.make(), self.batches // trainers
-
-        def of(start):
-            mine = iter(stream(trainer + start * trainers, trainers))
-            return (batch for batch, _ in zip(mine, range(steps - start), strict=False))
-
-        return of
 
 
 def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int, int], Iterable[Batch]]:

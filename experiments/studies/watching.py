@@ -83,10 +83,10 @@ def command_of(process: int) -> str:
     return ""
 
 
-def servers_below(directory: Path) -> list[int]:
-    """Process ids of the server actors whose Ray session lies below a directory."""
+def processes_below(directory: Path, name: str = "ServerActor") -> list[int]:
+    """Process ids of the actors of a class whose Ray session lies below a directory."""
     found = [process for below in directory.glob("jaxrec-*") for process in marked(str(below))]
-    return [process for process in found if "ray::ServerActor" in command_of(process)]
+    return [process for process in found if f"ray::{name}" in command_of(process)]
 
 
 def number_of(way: str) -> int:

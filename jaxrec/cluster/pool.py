@@ -35,7 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Checkpointer, newest, restore_shards
+from jaxrec.checkpoint import Checkpointer, images, newest, restore_shards
+from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster.processes import ActorHandle, Process, ServerHandle, packed
 from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.servers import RayServer
@@ -145,6 +146,9 @@ class TrainerPool:
       cores: numbers of the cores that each trainer may use, such as [[0], [1]]; None for all.
       directory: directory of images, the newest of which restores the rows of a dead server; None for initial rows.
       save_every_seconds: interval at which an image of all rows is saved into the directory; None to not save.
+      run: run id of the images; that of the directory, or a new one, if None.
+      positions: number of the first batch of each trainer, such as `extra["positions"]` of an image whose rows the
+        servers have; None for 0.
       timeout_s: seconds after which a process that does not answer counts as dead.
       most_deaths: tolerated deaths of each trainer; one more, and it is given up.
       resources: Ray resources that select each trainer's machine, such as {'trainer': 1}; None for any machine.
@@ -160,20 +164,21 @@ class TrainerPool:
     def __init__(
         self, cluster: Cluster, servers: Supervisor, work: TrainerWork, trainers: int = 2, *, sync_servers: int = 1,
         cores: Sequence[Sequence[int]] | None = None, directory: str | Path | None = None,
-        save_every_seconds: float | None = None, timeout_s: float = 30.0, most_deaths: int = 8,
-        resources: dict[str, float] | None = None,
+        save_every_seconds: float | None = None, run: str | None = None, positions: Sequence[int] | None = None,
+        timeout_s: float = 30.0, most_deaths: int = 8, resources: dict[str, float] | None = None,
     ):  # fmt: skip
-        _check(cluster, work, trainers, cores, directory, save_every_seconds)
+        _check(cluster, work, trainers, cores, positions, directory, save_every_seconds)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
         self._servers, self._work, self._cores, self._resources = servers, work, cores, resources
         self._sync_servers = SyncServers(work.rule, initial_leaves(work.params)[1], trainers, sync_servers, timeout_s)
-        self._tables = PoolTables(servers, directory, save_every_seconds, work.params)
+        self._tables = PoolTables(servers, directory, save_every_seconds, work.params, run)
         self._packed = packed(work)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
         self._trainers: list[Process] = []
         self._incarnations = [1] * trainers
-        self._progress = [Progress()] * trainers  # of the newest incarnation
+        # Of the newest incarnation.
+        self._progress = [Progress(position=position) for position in positions or [0] * trainers]
         self._before = [Progress()] * trainers  # of the previous incarnations, summed
         self._params: dict[int, PyTree] = {}  # {trainer: parameters} of those that are done
         self._given_up: dict[int, str] = {}  # {trainer: reason}
@@ -236,6 +241,20 @@ class TrainerPool:
         seconds, params = time.monotonic() - self._started_at, [self._params[n] for n in sorted(self._params)]
         progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
         return params, stats_of(progress, self._examples_lost(), seconds, params, self.failures)
+
+    def save(self) -> None:
+        """Save an image now, and wait for it.
+
+        Raises:
+          ValueError: the pool does not save.
+        """
+        self._tables.save(self._saved_with)
+
+    def _saved_with(self):
+        """Return what an image holds beside the rows: leaves of one replica or None, and the positions."""
+        # The positions first: a batch may be trained twice after a restore, and none is left out.
+        positions = [one.position for one in self._progress]
+        return self._sync_servers.leaves() or self._newest_leaves(), {"positions": positions}
 
     def _running(self):
         return [n for n in range(len(self._trainers)) if n not in self._params and n not in self._given_up]
@@ -319,7 +338,7 @@ class TrainerPool:
                 self._trainers[number].handle.call("replace_sync_server", index, self._sync_servers.handles[index])
 
     def _check_servers(self, running):
-        for server, reason in self._tables.restore_lost(self._sync_servers.leaves).items():
+        for server, reason in self._tables.restore_lost(self._saved_with).items():
             self._record_failure("server", server.index, reason)
             handle = ServerHandle(server.actor, str(server))
             for number in running:
@@ -334,12 +353,14 @@ class TrainerPool:
         return sum(examples_in(batch) for stream in streams for batch in stream)
 
 
-def _check(cluster, work, trainers, cores, directory, save_every_seconds):
+def _check(cluster, work, trainers, cores, positions, directory, save_every_seconds):
     cluster.check_entered()
     whole_number("trainers", trainers)
     whole_number("work.workers", work.workers)
     if cores is not None and len(cores) != trainers:
         raise ValueError(f"cores has {len(cores)} lists, but there are {trainers} trainers: give one list per trainer.")
+    if positions is not None and len(positions) != trainers:
+        raise ValueError(f"positions={list(positions)}, but there are {trainers} trainers: give one for each.")
     if not callable(work.batches):
         raise ValueError("work.batches must be a function (trainer, trainers) -> (start -> iterator of batches).")
     if save_every_seconds is not None:
@@ -450,19 +471,21 @@ class PoolTables:
       directory: directory of images; None for none.
       save_every_seconds: interval between saves; None to not save.
       params: parameters of one replica, as a template of those in an image.
+      run: run id of the images; that of the directory, or a new one, if None.
     """
 
     def __init__(
-        self, servers: Supervisor, directory: str | Path | None, save_every_seconds: float | None, params: PyTree
-    ):
+        self, servers: Supervisor, directory: str | Path | None, save_every_seconds: float | None, params: PyTree,
+        run: str | None = None,
+    ):  # fmt: skip
         self._servers, self._every, self._params = servers, save_every_seconds or math.inf, params
         self._directory = None if directory is None else local_path(directory)
         # Opened now, to detect another run that saves there before anything is trained.
         self._saver: Checkpointer | None = None
         if self._directory is not None and save_every_seconds is not None:
-            self._saver = Checkpointer(self._directory, copy="shards")
+            self._saver = Checkpointer(self._directory, copy="shards", run=run)
         self._saving: threading.Thread | None = None
-        self._saved_at, self.saves = time.monotonic(), 0
+        self._saved_at = time.monotonic()
 
     @property
     def handles(self) -> list[ServerHandle]:
@@ -483,11 +506,12 @@ class PoolTables:
             return False
         return True
 
-    def restore_lost(self, leaves: Callable[[], list | None]) -> dict[RayServer, str]:
+    def restore_lost(self, saved_with: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
 
         Args:
-          leaves: returns the floating leaves of one replica for an image, or None for the initial ones.
+          saved_with: returns what an image holds beside the rows: the floating leaves of one replica, or None for the
+            initial ones, and further values.
 
         Returns:
           {successor: reason of the death}.
@@ -497,7 +521,9 @@ class PoolTables:
         """
         lost, before = self._servers.tables.lost, self._servers.in_use
         if not lost:
-            self._save_if_due(leaves)
+            saving = self._saving is not None and self._saving.is_alive()
+            if self._saver is not None and not saving and time.monotonic() - self._saved_at >= self._every:
+                self._start_save(*saved_with())
             return {}
         if self._saving is not None:
             self._saving.join()  # it fails, as shards are lost
@@ -508,20 +534,31 @@ class PoolTables:
         after = self._servers.in_use
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
 
-    def _save_if_due(self, leaves):
-        saving = self._saving is not None and self._saving.is_alive()
-        if self._saver is None or saving or time.monotonic() - self._saved_at < self._every:
-            return
-        self._saved_at, self.saves = time.monotonic(), self.saves + 1
-        args = self._saver, leaves(), self.saves
+    def save(self, saved_with: Callable[[], tuple[list | None, dict]]) -> None:
+        """Save an image now, and wait for it; `saved_with` as for `restore_lost`.
+
+        Raises:
+          ValueError: there is nothing to save with.
+        """
+        if self._saver is None:
+            raise ValueError("this pool does not save: give directory= and save_every_seconds=.")
+        if self._saving is not None:
+            self._saving.join()
+        self._start_save(*saved_with()).join()
+
+    def _start_save(self, leaves, extra):
+        self._saved_at = time.monotonic()
+        args = self._saver, leaves, extra
         self._saving = threading.Thread(target=self._save, args=args, name="pool-saves", daemon=True)
         self._saving.start()
+        return self._saving
 
-    def _save(self, saver, leaves, number):
+    def _save(self, saver, leaves, extra):
         params = self._params if leaves is None else with_floating(self._params, leaves)
         one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], params)
+        step = 1 + max(map(number_of, images(saver.directory)), default=0)
         try:
-            saver.save(TrainState(DenseState(jnp.asarray(number, jnp.int32), one, ()), self._servers.tables))
+            saver.save(TrainState(DenseState(jnp.asarray(step, jnp.int32), one, ()), self._servers.tables), extra)
             saver.wait()
         except (ShardsLost, OSError) as error:
             warnings.warn(f"an image was not saved: {error}", stacklevel=2)

@@ -43,7 +43,7 @@ class TrainerWork(NamedTuple):
         start); called in the trainer's process, and must return the same batches in every call.
       rule: synchronisation rule; None to not synchronise.
       every_steps: k, for a round every k steps in the foreground; None to synchronise in the background.
-      pace_seconds: minimum seconds between rounds in the background.
+      pace_seconds, core_share: of rounds in the background, as for `Shadow`.
       workers: m.
     """
 
@@ -57,6 +57,7 @@ class TrainerWork(NamedTuple):
     every_steps: int | None = None
     pace_seconds: float = 0.0
     workers: int = 1
+    core_share: float = 1.0
 
 
 class Progress(NamedTuple):
@@ -302,7 +303,7 @@ class TrainerProcess:
     def _synchroniser(self, work, number):
         if work.every_steps is not None:
             return Foreground(self._sync_client, number, every_steps=work.every_steps)
-        return Shadow(self._sync_client, number, pace_seconds=work.pace_seconds)
+        return Shadow(self._sync_client, number, work.pace_seconds, work.core_share)
 
     def _after_step(self, trainer, step, metrics):
         now, waited = time.monotonic(), self._tables.waited_s

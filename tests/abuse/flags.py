@@ -315,3 +315,12 @@ flags_that("alpha without a rule", "--sync-alpha 0.1 is for --shadowsync", "--sy
 for alpha in ("0", "1.5", "nan"):
     words = ("--shadowsync", "ma", "--sync-alpha", alpha)
     flags_that(f"an alpha of {alpha}", "--sync-alpha .* must be above 0 and at most 1", *words)
+
+
+IN_PROCESSES = ("--tables", "remote", *SHADOW)
+for name, value in (("patience", "2"), ("save-every-steps", "5"), ("evaluations", "4")):
+    words = f"--{name} {value} is for trainers in one process"
+    flags_that(f"--{name} of trainers in processes", words, f"--{name}", value, *IN_PROCESSES)
+flags_that(
+    "spares of trainers in processes", "--spares 1 is for --tables remote with --cpr", "--spares", "1", *IN_PROCESSES
+)
