@@ -9,7 +9,7 @@ import numpy as np
 
 from abuse import situation
 from jaxrec.data.criteo import open_split, prepare
-from jaxrec.data.loader import Loader, prefetch
+from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 
@@ -117,11 +117,6 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("train_fraction that is NaN", ValueError, "train_fraction=nan must be between 0 and 1")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=7, train_fraction=float("nan"))
-
-
 @situation("a file for the directory", ValueError, "is a file: give a directory")
 def _(directory):
     prepare([raw(directory)], raw(directory, "x", "out"), **SMALL)
@@ -159,18 +154,7 @@ def cut(path, keep=0.5):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
 
 
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0xFF
-    path.write_bytes(data)
-
-
 VOCABULARY = {"hash_cap": None, "min_count": 1}
-
-
-@situation("progress.json is cut", ValueError, "progress.json is cut or damaged .*Delete .*out and run")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "progress.json"))
 
 
 @situation("progress.json is of something else", ValueError, "progress.json is cut or damaged: it has no options")
@@ -181,13 +165,6 @@ def _(directory):
 @situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run")
 def _(directory):
     resumed(directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY)
-
-
-@situation(
-    "a byte of vocabulary.npz is wrong", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run"
-)
-def _(directory):
-    resumed(directory, lambda out: flip(out / "vocabulary.npz", 200), **VOCABULARY)
 
 
 @situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is cut or damaged")
@@ -205,22 +182,12 @@ def _(directory):
     read_all(directory / "out")
 
 
-@situation("a shard is gone when a preparation goes on", ValueError, "array_record-00001 is missing.*delete .*out")
-def _(directory):
-    resumed(directory, lambda out: (out / "criteo-train.array_record-00001").unlink())
-
-
 @situation("a shard is cut when a preparation goes on", ValueError, "array_record-00001 has 65536 bytes instead of")
 def _(directory):
     resumed(directory, lambda out: cut(out / "criteo-train.array_record-00001"))
 
 
 # Prepared directories.
-
-
-@situation("a raw file for a prepared directory", ValueError, "train.txt is no complete dataset: run the preparation")
-def _(directory):
-    open_split(raw(directory), "train")
 
 
 @situation("metadata.json is cut", ValueError, "metadata.json is cut or damaged .*delete .*out and run")
@@ -234,27 +201,6 @@ def _(directory):
 def _(directory):
     out = prepared(directory)
     (out / "metadata.json").unlink()
-    open_split(out, "train")
-
-
-@situation("metadata.json is cut and the same preparation is asked for", ValueError, "metadata.json is cut or damaged")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "metadata.json")
-    prepare([directory / "train.txt"], out, **SMALL)
-
-
-@situation("dataset_info.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "dataset_info.json")
-    open_split(out, "train")
-
-
-@situation("features.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "features.json")
     open_split(out, "train")
 
 
@@ -323,11 +269,6 @@ def _(directory):
         split[index]
 
 
-@situation("a block that is not there", IndexError, "block 7 of split 'train': blocks are numbered from 0 to 6")
-def _(directory):
-    open_split(prepared(directory), "train")[7]
-
-
 @situation("a negative block", IndexError, "block -1 of split 'train'")
 def _(directory):
     open_split(prepared(directory), "train")[-1]
@@ -360,11 +301,6 @@ def _(directory):
     list(Loader(Rows(wieght=np.ones), 2))
 
 
-@situation("a prefetch of what cannot be iterated", TypeError, "not iterable")
-def _(directory):
-    list(prefetch(7))
-
-
 # The synthetic log.
 
 
@@ -386,11 +322,6 @@ def _(directory):
 @situation("synthetic: no dense features")
 def _(directory):
     assert SyntheticClicks((50, 5), dense_features=0).batch(0, 4).dense.shape == (4, 0)
-
-
-@situation("synthetic: a table of no rows", ValueError, "each of cardinalities=0 must be a whole number from 1")
-def _(directory):
-    SyntheticClicks((5, 0))
 
 
 @situation("synthetic: a table that int32 cannot number", ValueError, "each of cardinalities=2147483648 must be a")
