@@ -13,7 +13,6 @@ from world import no_threads_left, pair_batch, pair_loss
 
 import jaxrec
 from abuse import situation
-from jaxrec.checkpoint import Checkpointer
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
@@ -320,18 +319,6 @@ def _(directory):
 # ---- states that lag
 
 
-@situation("training a state that lags", ValueError, DRAIN)
-def _(directory):
-    step = jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)
-    look_at(lambda state: fit(state, planned(SPEC, batches_of()), step))
-
-
-@situation("saving a state that lags", ValueError, DRAIN)
-def _(directory):
-    with Checkpointer(directory) as saver:
-        look_at(saver.save)
-
-
 @situation("pickling a state that lags", ValueError, DRAIN)
 def _(directory):
     look_at(lambda state: pickle.dumps(state.tables))
@@ -378,11 +365,6 @@ def broken_pipeline():
     except OSError:
         return pipeline
     raise AssertionError("the failure was swallowed")
-
-
-@situation("a run of a broken pipeline", BrokenPipeline, r"OSError: the link is down.*step [1-3], the tables at step 0")
-def _(directory):
-    broken_pipeline().run(batches_of())
 
 
 @situation("a pipeline over a broken one's state", BrokenPipeline, "into `pipeline.tables` or new tables")

@@ -92,16 +92,6 @@ def _(directory):
     Centre(MEAN, PARAMS)
 
 
-@situation("a time-out of nothing", ValueError, "timeout_s=0 must be above 0")
-def _(directory):
-    meeting(timeout_s=0)
-
-
-@situation("a time-out without end", ValueError, "timeout_s=inf must be above 0 and finite")
-def _(directory):
-    meeting(EASGD, timeout_s=float("inf"))
-
-
 @situation("an unknown on_failure", ValueError, "on_failure='ignore' must be 'raise', 'drop' or 'replace'")
 def _(directory):
     meeting(on_failure="ignore")
@@ -160,11 +150,6 @@ def _(directory):
     exchanged({"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))})
 
 
-@situation("a leaf that is missing", ValueError, r"does not fit: it has \['kernel'\] where \['bias'\] is expected")
-def _(directory):
-    exchanged({"kernel": jnp.zeros((3, 2))})
-
-
 @situation("a leaf too many", ValueError, r"it has \['scale'\] where nothing is expected")
 def _(directory):
     exchanged(params_of(0.0) | {"scale": jnp.zeros(1)})
@@ -189,22 +174,9 @@ def _(directory):
         jax.jit(foreground.exchange)(params_of(0.0))
 
 
-@situation("parameters of NumPy")
-def _(directory):
-    found = exchanged(jax.tree.map(np.array, params_of(1.0, 2)))
-    assert isinstance(found["bias"], jax.Array) and found["bias"].shape == (2, 2)
-
-
 @situation("doubles of NumPy that JAX would cut", ValueError, "float64 into float32: give that dtype, or set")
 def _(directory):
     exchanged(jax.tree.map(lambda x: np.zeros(x.shape), PARAMS))
-
-
-@situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer can rejoin")
-def _(directory):
-    transport = meeting()
-    trainer(transport)()
-    trainer(transport)()
 
 
 @situation("a trainer that leaves without finish", PeerLeft, "trainer 1 left without `finish` after its round 3")
@@ -278,16 +250,6 @@ def _(directory):
     assert found["one"].tolist() == [2.0, 2.0] and found["empty"].shape == (2, 0, 3) and found["none"] is None
 
 
-@situation("an alpha that is no number", ValueError, "alpha=nan must be above 0")
-def _(directory):
-    model_averaging(float("nan"))
-
-
-@situation("a foreground without a measure", ValueError, "give every_steps or every_seconds, one of them")
-def _(directory):
-    Foreground(meeting())
-
-
 @situation("initial parameters that are not finite", ValueError, r"the leaf \['bias'\] holds nan or inf")
 def _(directory):
     AllToAll(MEAN, PARAMS | {"bias": np.array([0.0, np.nan], np.float32)})
@@ -303,7 +265,7 @@ BAD_NUMBERS = {
     "every_seconds=nan": lambda: Foreground(meeting(), every_seconds=float("nan")),
     "core_share=0.0": lambda: Shadow(meeting(), core_share=0.0),
     "core_share=1.5": lambda: Shadow(meeting(), core_share=1.5),
-    "timeout_s='60'": lambda: meeting(timeout_s="60"),
+    "timeout_s=inf": lambda: meeting(timeout_s=float("inf")),
 }
 for _words, _act in BAD_NUMBERS.items():
     situation(f"{_words} is no such number", ValueError, f"{_words} must be")(lambda directory, act=_act: act())
