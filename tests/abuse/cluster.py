@@ -1,32 +1,16 @@
 """Servers on Ray: wrong arguments and environments, refused before any process starts."""
 
-import importlib.util
 import sys
 
 import oac_throughput
 import shadowsync_quality
 
 from abuse import situation
-from abuse.runs import flags_that
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.runtime import check_authentication
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
-
-flags_that("servers without remote tables", "--servers 2 is for --tables remote: add that", "--servers", "2")
-flags_that(
-    "spares without a recovery", "--spares 1 is for --tables remote with --cpr", "--tables", "remote", "--spares", "1"
-)
-flags_that(
-    "more servers than shards", "--servers 9 are more than the 8 shards", "--tables", "remote", "--servers", "9"
-)  # fmt: skip
-flags_that(
-    "mapped files at servers", "--table-directory /tmp/a is for --tables host", "--tables", "remote",
-    "--table-directory", "/tmp/a",
-)  # fmt: skip
-if importlib.util.find_spec("ray") is None:
-    flags_that("remote tables without Ray", r"needs Ray, which is not installed: .*\[cluster\]", "--tables", "remote")
 
 for address in ("", "ray://10.0.0.1:10001", ":6379", "10.0.0.1:head", 6379):
     situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a running cluster")(

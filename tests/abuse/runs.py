@@ -13,7 +13,6 @@ import numpy as np
 import train
 import tyro
 from main.cli import Flags, Run, command_line, plot, refuse, refuse_small
-from main.flags import prepared_directory
 from main.saving import PeriodicSaves
 from main.signals import Stopped, say, stop_on_signals
 from studies.cpr_work import JobConfig, make_data
@@ -42,48 +41,7 @@ def parsed(*flags):
     return config
 
 
-def flags_that(words, match, *flags):
-    """Register flags that train.py refuses."""
-
-    @situation(words, ValueError, match)
-    def _(directory):
-        parsed(*flags)
-
-
 # Flags.
-
-for name, value in {"steps": "0", "seed": "-1", "fail-shape": "1e-09", "row-learning-rate": "inf"}.items():
-    flags_that(f"--{name} {value}", f"--{name} {value} must be a number of at least", f"--{name}", value)
-flags_that("a learning rate that is no number", "--learning-rate nan", "--learning-rate", "nan")
-flags_that("a path for synthetic data", "--path train.txt is for --data criteo or tabular: add", "--path", "train.txt")
-flags_that("Criteo without a path", "--data criteo needs --path", "--data", "criteo")
-flags_that(
-    "rows for Criteo", "--rows 1000 is for --data synthetic", "--data", "criteo", "--path", "x", "--rows", "1000"
-)
-flags_that(
-    "a preset for Criteo",
-    "--preset smoke is for --data synthetic",
-    "--data",
-    "criteo",
-    "--path",
-    "x",
-    "--preset",
-    "smoke",
-)
-flags_that("fewer rows than fields can have", "--rows 10 must be at least 78", "--rows", "10")
-flags_that("a directory for tables on the device", "--table-directory d is for --tables host", "--table-directory", "d")
-flags_that("requeued without a directory", "--requeue is for .*, with --workdir and --resume", "--requeue")
-
-
-@situation("a prepared directory and a raw file", ValueError, "a prepared directory stands alone")
-def _(directory):
-    parsed("--data", "criteo", "--path", str(directory), "train.txt")
-
-
-@situation("two files of one name in two folders do not share a preparation")
-def _(directory):
-    a, b = (prepared_directory((directory / folder / "train.txt",)) for folder in "ab")
-    assert a != b and a.name.startswith("train.") and a == prepared_directory((directory / "a" / "train.txt",))
 
 
 @situation("resume without a directory", ValueError, "--resume needs --workdir")
@@ -116,11 +74,6 @@ def _(directory):
         begin(directory / "file")
     finally:
         assert (directory / "file").read_text() == "mine"
-
-
-@situation("a directory below one that does not exist is made")
-def _(directory):
-    assert (begin(directory / "a" / "b").directory / "config.json").exists()
 
 
 @situation("a disk that is full from the beginning", ValueError, "cannot hold a run: .*No space left")
