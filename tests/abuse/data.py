@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import pickle
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3, "hash_cap": 7}
-CLICKS = SyntheticClicks((50, 5))
 
 
 def text(rows=120, seed=0):
@@ -82,20 +80,10 @@ def _(directory):
     prepare([directory / "dac.tar.gz"], directory / "out", **SMALL)
 
 
-@situation("a binary file", ValueError, "train.txt is no text")
-def _(directory):
-    prepare([raw(directory, pickle.dumps(np.arange(1000)))], directory / "out", **SMALL)
-
-
 @situation("a pipe for a file", ValueError, "is no file: give raw files")
 def _(directory):
     os.mkfifo(directory / "pipe")  # opening it would block for ever
     prepare([directory / "pipe"], directory / "out", **SMALL)
-
-
-@situation("a URL for a file", ValueError, "s3://bucket/day_0 is no path on this machine")
-def _(directory):
-    prepare(["s3://bucket/day_0"], directory / "out", **SMALL)
 
 
 @situation("a path where a list of paths is expected", ValueError, r"is one path, but sources is a list: write \[")
@@ -240,14 +228,6 @@ def _(directory):
     path.write_bytes(data)
     for index in range(len(split)):
         split[index]
-
-
-@situation("a shard goes while it is read", ValueError, "array_record-00001, block 0 cannot be read .*No such file")
-def _(directory):
-    split = open_split(prepared(directory), "train")
-    split[0]
-    (directory / "out" / "criteo-train.array_record-00001").unlink()
-    split[3]
 
 
 @situation(

@@ -12,7 +12,7 @@ from hooks import at_step
 from world import no_threads_left, pair_batch, pair_loss
 
 import jaxrec
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
@@ -72,19 +72,14 @@ def _(directory):
     pipeline_of(state)
 
 
-@situation("a mesh that is not the state's", ValueError, "the dense state lies on 1 devices.*give one mesh")
-def _(directory):
-    Pipeline(state_of(), update_of(two_devices()), mesh=two_devices())
-
-
-@situation("an update for another mesh than the state's", ValueError, "made for a mesh of 1 devices.*lies on 2")
-def _(directory):
-    Pipeline(state_of(two_devices()), update_of())
-
-
-@situation("an update for one replica, a state of two", ValueError, "in 1 replicas, but the state lies on 2 in 2")
-def _(directory):
-    Pipeline(state_of(two_devices(2)), update_of())
+MESHES = {
+    "the dense state lies on 1 devices.*give one mesh": lambda _: Pipeline(
+        state_of(), update_of(two_devices()), mesh=two_devices()
+    ),
+    "made for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(state_of(two_devices()), update_of()),
+    "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(state_of(two_devices(2)), update_of()),
+}
+refused(MESHES)
 
 
 @situation("no mesh given: it is that of the state")

@@ -11,7 +11,7 @@ import optax
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
-from abuse import situation
+from abuse import refused, situation
 from jaxrec import loop
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad
 from jaxrec.types import RowOptimizer, Rows, Slot
@@ -61,34 +61,19 @@ def train(batch=None, plan=None, state=None, step=None):
 # ---- invalid batches
 
 
-@situation("weight with an axis more", ValueError, r"weight has shape \(8, 1\), but f32\[B\]")
-def _(directory):
-    train(pair_batch(weight=np.ones((8, 1), np.float32)))
-
-
-@situation("a NaN weight", ValueError, r"weight\[2\] is nan")
-def _(directory):
-    train(pair_batch(weight=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32)))
-
-
-@situation("an infinite weight", ValueError, r"weight\[0\] is inf")
-def _(directory):
-    train(pair_batch(weight=np.array([np.inf] + [1.0] * 7, np.float32)))
-
-
-@situation("an empty batch", ValueError, "at least one example")
-def _(directory):
-    train(pair_batch(0))
-
-
-@situation("labels of another length", ValueError, r"label has shape \(7,\), but the weights are of 8 examples")
-def _(directory):
-    train(pair_batch(label=np.ones(7, np.float32)))
-
-
-@situation("ragged ids", ValueError, "are object, but ids are arrays of integers.*pad bags of several lengths with -1")
-def _(directory):
-    jaxrec.plan(SPEC, {"pair": np.array([[[1, 2], [3]]], dtype=object)})
+BATCHES = {
+    r"weight has shape \(8, 1\), but f32\[B\]": lambda _: train(pair_batch(weight=np.ones((8, 1), np.float32))),
+    r"weight\[2\] is nan": lambda _: train(pair_batch(weight=np.array([1, 1, np.nan, 1, 1, 1, 1, 1], np.float32))),
+    r"weight\[0\] is inf": lambda _: train(pair_batch(weight=np.array([np.inf] + [1.0] * 7, np.float32))),
+    "at least one example": lambda _: train(pair_batch(0)),
+    r"label has shape \(7,\), but the weights are of 8 examples": lambda _: train(
+        pair_batch(label=np.ones(7, np.float32))
+    ),
+    "are object, but ids are arrays of integers.*pad bags of several lengths with -1": lambda _: jaxrec.plan(
+        SPEC, {"pair": np.array([[[1, 2], [3]]], dtype=object)}
+    ),
+}
+refused(BATCHES)
 
 
 @situation("int64 ids, numpy's default")
@@ -102,19 +87,14 @@ def _(directory):
 # ---- arguments of a step
 
 
-@situation("a batch that was not planned", ValueError, r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan")
-def _(directory):
-    train_step()(state_of(), None, pair_batch())
-
-
-@situation("a plan of another batch of the same size", ValueError, "is that of other ids: plan this very batch")
-def _(directory):
-    train(plan=jaxrec.plan(SPEC, pair_batch(seed=1).ids))
-
-
-@situation("a plan of a batch of another size", ValueError, r"plan of 'width_4' is of ids .*\(4, 2\).*has .*\(8, 2\)")
-def _(directory):
-    train(plan=jaxrec.plan(SPEC, pair_batch(4).ids))
+PLANS = {
+    r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan": lambda _: train_step()(state_of(), None, pair_batch()),
+    "is that of other ids: plan this very batch": lambda _: train(plan=jaxrec.plan(SPEC, pair_batch(seed=1).ids)),
+    r"plan of 'width_4' is of ids .*\(4, 2\).*has .*\(8, 2\)": lambda _: train(
+        plan=jaxrec.plan(SPEC, pair_batch(4).ids)
+    ),
+}
+refused(PLANS)
 
 
 @situation("a plan of another spec", ValueError, r"plans are \['width_8'\], but \{stack: Plan\} of \['width_4'\]")
@@ -153,26 +133,19 @@ def _(directory):
     loop.fit(state, [], train_step())
 
 
-@situation("ids as a list", ValueError, r"ids\['pair'\] are <class 'list'>, but ids are arrays of integers")
-def _(directory):
-    jaxrec.plan(SPEC, {"pair": [[1, 2], [3, 4]]})
-
-
-@situation("another optax chain of equal tuples", ValueError, "optimizer state is .*wants .*ScaleByBeliefState")
-def _(directory):
-    train(state=state_of(dense=optax.adam(0.1)), step=train_step(dense=optax.adabelief(0.1)))
-
-
-@situation("fit on batches without plans", ValueError, r"pair is expected, got a Batch: iterate over planned\(spec")
-def _(directory):
-    loop.fit(state_of(), [pair_batch()], train_step())
-
-
-@situation(
-    "tables of another row optimizer, on the device", ValueError, "have slots {'accumulator': 4} .*'accumulator': 1"
-)
-def _(directory):
-    train(state=state_of("device", rows=adagrad(0.1)))
+OTHERS = {
+    r"ids\['pair'\] are <class 'list'>, but ids are arrays of integers": lambda _: jaxrec.plan(
+        SPEC, {"pair": [[1, 2], [3, 4]]}
+    ),
+    "optimizer state is .*wants .*ScaleByBeliefState": lambda _: train(
+        state=state_of(dense=optax.adam(0.1)), step=train_step(dense=optax.adabelief(0.1))
+    ),
+    r"pair is expected, got a Batch: iterate over planned\(spec": lambda _: loop.fit(
+        state_of(), [pair_batch()], train_step()
+    ),
+    "have slots {'accumulator': 4} .*'accumulator': 1": lambda _: train(state=state_of("device", rows=adagrad(0.1))),
+}
+refused(OTHERS)
 
 
 @situation("device tables of another spec", ValueError, "made with another spec than the step: .*one spec")
@@ -225,19 +198,16 @@ def _(directory):
     train(state=state, step=train_step(devices=2))
 
 
-@situation("the prediction of a replica that is none", ValueError, "replica=1 must lie between 0 and 0")
-def _(directory):
-    jaxrec.make_eval_step(SPEC, pair_predict, replica=1)
-
-
-@situation("a mesh with axes of other names", ValueError, r"the mesh has the axes \('batch',\), but one over")
-def _(directory):
-    jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS), jax.make_mesh((2,), ("batch",)))
-
-
-@situation("more devices than shards", ValueError, "4 shards cannot be split over 8 devices")
-def _(directory):
-    jaxrec.make_eval_step(SPEC, pair_predict, jaxrec.make_mesh(devices=jax.devices()))
+MESHES = {
+    "replica=1 must lie between 0 and 0": lambda _: jaxrec.make_eval_step(SPEC, pair_predict, replica=1),
+    r"the mesh has the axes \('batch',\), but one over": lambda _: jaxrec.init_state(
+        PARAMS, DENSE, HostTables.create(SPEC, ROWS), jax.make_mesh((2,), ("batch",))
+    ),
+    "4 shards cannot be split over 8 devices": lambda _: jaxrec.make_eval_step(
+        SPEC, pair_predict, jaxrec.make_mesh(devices=jax.devices())
+    ),
+}
+refused(MESHES)
 
 
 # ---- loops

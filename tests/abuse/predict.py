@@ -13,7 +13,7 @@ from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels,
 from world import pair_batch, pair_loss
 
 import jaxrec
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.checkpoint import read_tables, restore_for_prediction, snapshot, write_image
 from jaxrec.data.criteo import prepare
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
@@ -85,19 +85,12 @@ def matrix(*ids):
     return embedding_matrix(HostTables.create(SPEC, ROWS), *ids)
 
 
-@situation("the embeddings of a lookup", ValueError, "table 'pair' is none")
-def _(directory):
-    matrix("pair")
-
-
-@situation("the embedding of a missing id", ValueError, "1 ids of 'item' are outside of it, the first is -1")
-def _(directory):
-    matrix("item", [0, -1])
-
-
-@situation("embeddings by a mask", ValueError, "ids of 'item' are bool")
-def _(directory):
-    matrix("item", np.ones(9, bool))
+EMBEDDINGS = {
+    "table 'pair' is none": lambda _: matrix("pair"),
+    "1 ids of 'item' are outside of it, the first is -1": lambda _: matrix("item", [0, -1]),
+    "ids of 'item' are bool": lambda _: matrix("item", np.ones(9, bool)),
+}
+refused(EMBEDDINGS)
 
 
 @situation("the slots of a table that has others", ValueError, "have no \\['momentum'\\], only")
@@ -338,24 +331,19 @@ def edited(edit):
     return change
 
 
-@situation("an exported file with a flipped byte", ValueError, "is no file of `export.py --all`, or damaged")
-def _(directory):
-    out_and_back(directory, damage)
-
-
-@situation("a file of one table to bring back", ValueError, "is no file of `export.py --all`")
-def _(directory):
-    out_and_back(directory, lambda path: np.savez(path, value=np.zeros((9, 4))))
-
-
-@situation("an exported table of another dtype", ValueError, "'table.item.value' .* is float64\\[9, 4\\].* float32")
-def _(directory):
-    out_and_back(directory, edited(lambda arrays: arrays.update({"table.item.value": np.zeros((9, 4))})))
-
-
-@situation("an exported file without one of its tables", ValueError, "has no 'table.item.value'")
-def _(directory):
-    out_and_back(directory, edited(lambda arrays: arrays.pop("table.item.value")))
+BACK = {
+    "is no file of `export.py --all`, or damaged": lambda directory: out_and_back(directory, damage),
+    "is no file of `export.py --all`": lambda directory: out_and_back(
+        directory, lambda path: np.savez(path, value=np.zeros((9, 4)))
+    ),
+    "'table.item.value' .* is float64\\[9, 4\\].* float32": lambda directory: out_and_back(
+        directory, edited(lambda arrays: arrays.update({"table.item.value": np.zeros((9, 4))}))
+    ),
+    "has no 'table.item.value'": lambda directory: out_and_back(
+        directory, edited(lambda arrays: arrays.pop("table.item.value"))
+    ),
+}
+refused(BACK)
 
 
 @situation("a table of one's own in an exported file comes back as it is, also from a packed file")

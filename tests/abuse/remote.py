@@ -10,7 +10,7 @@ from fleets import Fleet, remote
 from in_process import InProcess
 
 import jaxrec
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer, Superseded, deal
@@ -35,34 +35,15 @@ def rows_of(tables):
     return jax.tree.map(np.array, tables.read(PLANS))
 
 
-@situation("more servers than shards", ValueError, "servers=5 must be a whole number from 1 to 4: each of them needs")
-def _(directory):
-    deal(4, 5)
-
-
-@situation("a server of a shard that there is not", ValueError, "shard=4 must be a whole number from 0 to 3")
-def _(directory):
-    server([3, 4])
-
-
-@situation("tables over a server of another spec", ValueError, r"server 1 \(incarnation 1\) was made for another spec")
-def _(directory):
-    over(server([0, 2]), server([1, 3], OTHER))
-
-
-@situation("tables over a server of another row optimizer", ValueError, "server 0 .* made for another row optimizer")
-def _(directory):
-    over(server(range(4), rows=sgd(0.1)))
-
-
-@situation("two servers with the same shard", ValueError, r"none holds \[\], and several hold .* \{2: \[0, 1\]\}")
-def _(directory):
-    over(server([0, 2]), server([1, 2, 3]))
-
-
-@situation("a shard that no server has", ValueError, r"the 2 servers must hold each .* none holds \[3\]")
-def _(directory):
-    over(server([0, 2]), server([1]))
+SERVERS = {
+    "servers=5 must be a whole number from 1 to 4: each of them needs": lambda _: deal(4, 5),
+    "shard=4 must be a whole number from 0 to 3": lambda _: server([3, 4]),
+    r"server 1 \(incarnation 1\) was made for another spec": lambda _: over(server([0, 2]), server([1, 3], OTHER)),
+    "server 0 .* made for another row optimizer": lambda _: over(server(range(4), rows=sgd(0.1))),
+    r"none holds \[\], and several hold .* \{2: \[0, 1\]\}": lambda _: over(server([0, 2]), server([1, 2, 3])),
+    r"the 2 servers must hold each .* none holds \[3\]": lambda _: over(server([0, 2]), server([1])),
+}
+refused(SERVERS)
 
 
 for seconds in (0, float("inf"), None):
