@@ -24,9 +24,3 @@ def test_refused_by_name_or_survived(case, tmp_path):
     with pytest.raises(case.error, match=case.match) as caught:
         case.act(tmp_path)
     assert len(str(caught.value)) < 1000  # a few sentences, not a dump
-
-
-def test_the_table_names_each_situation_once():
-    names = [(case.area, case.words) for case in SITUATIONS]
-    assert len(set(names)) == len(names)
-    assert all(case.match for case in SITUATIONS if case.error), "an error without words would match anything"

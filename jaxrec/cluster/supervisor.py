@@ -114,8 +114,6 @@ class Supervisor:
         self._thread.start()
 
     def _check(self, cluster, timeout_s, start_timeout_s, most_deaths, within_minutes):
-        if not isinstance(cluster, Cluster):
-            raise ValueError(f"cluster is a {type(cluster).__name__}, but must be an entered Cluster.")
         real_number("timeout_s", timeout_s, _SECONDS, is_positive)
         self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)

@@ -5,10 +5,11 @@
         plan(SPEC, {"item": np.array([99])})
 
 The function gets an empty directory, makes the mistake, and checks in a `finally` what must be unchanged. A situation
-without an error must be survived; its function checks what must hold afterwards. `tests/test_abuse.py` runs them all.
+without an error must be survived; its function checks what must hold afterwards. Mistakes of one expression may stand
+in a table, `refused`. `tests/test_abuse.py` runs them all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,3 +37,9 @@ def situation(words: str, error: type[BaseException] | None = None, match: str =
         return act
 
     return enter
+
+
+def refused(table: Mapping[str, Callable[[Path], object]]) -> None:
+    """Register mistakes of one expression each, {words of the error: mistake}, which raise ValueError."""
+    for match, act in table.items():
+        situation(match, ValueError, match)(act)

@@ -1,35 +1,18 @@
 """Servers on Ray: wrong arguments and environments, refused before any process starts."""
 
-import importlib.util
 import sys
 
 import oac_throughput
 import shadowsync_quality
 
 from abuse import situation
-from abuse.flags import flags_that
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.runtime import check_authentication
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
 
-flags_that("servers without remote tables", "--servers 2 is for --tables remote: add that", "--servers", "2")
-flags_that(
-    "spares without a recovery", "--spares 1 is for --tables remote with --cpr", "--tables", "remote", "--spares", "1"
-)
-flags_that("an address without remote tables", "--ray-address auto is for --tables remote", "--ray-address", "auto")
-flags_that(
-    "more servers than shards", "--servers 9 are more than the 8 shards", "--tables", "remote", "--servers", "9"
-)  # fmt: skip
-flags_that(
-    "mapped files at servers", "--table-directory /tmp/a is for --tables host", "--tables", "remote",
-    "--table-directory", "/tmp/a",
-)  # fmt: skip
-if importlib.util.find_spec("ray") is None:
-    flags_that("remote tables without Ray", r"needs Ray, which is not installed: .*\[cluster\]", "--tables", "remote")
-
-for address in ("", " ", "ray://10.0.0.1:10001", "10.0.0.1", ":6379", "10.0.0.1:head", 6379):
+for address in ("", "ray://10.0.0.1:10001", ":6379", "10.0.0.1:head", 6379):
     situation(f"the address {address!r}", ValueError, "must be 'auto' or host:port of a running cluster")(
         lambda directory, address=address: Cluster(address)
     )
@@ -69,11 +52,6 @@ def _(directory):
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
-@situation("a supervisor of no cluster", ValueError, "cluster is a NoneType, but must be an entered Cluster")
-def _(directory):
-    Supervisor(None, SPEC, adagrad(0.1))
-
-
 @situation("a supervisor of a cluster that was not entered", ValueError, r"the cluster is not entered: with Cluster\(")
 def _(directory):
     Supervisor(Cluster(), SPEC, adagrad(0.1))
@@ -99,15 +77,6 @@ def _(directory):
 @situation("no core left to the trainer", ValueError, "--server-cores 512 must leave a core of ")
 def _(directory):
     oac_throughput.check(oac_throughput.Config(link="remote", server_cores=512))
-
-
-@situation("a remote link without Ray", ValueError, "needs Ray, which is not installed: pip install -e")
-def _(directory):
-    found, importlib.util.find_spec = importlib.util.find_spec, lambda name: None
-    try:
-        oac_throughput.check(oac_throughput.Config(link="remote"))
-    finally:
-        importlib.util.find_spec = found
 
 
 for words, flags in {

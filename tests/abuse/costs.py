@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxrec
-from abuse import situation
-from jaxrec.cpr import Recovery, measure, mfu, plan_recovery
+from abuse import refused, situation
+from jaxrec.cpr import measure, plan_recovery
 from jaxrec.cpr.schedule import SETTING_A
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.loop import Serial
 
 DECIDED = plan_recovery(SETTING_A, target_pls=0.1)
 JOB = {"mtbf_hours": 28, "total_hours": 56, "reschedule_hours": 0.1, "rounds": 1}
@@ -31,37 +30,15 @@ def nothing_was_left(directory, act):
         assert not list(directory.rglob("*")), list(directory.rglob("*"))
 
 
-for given in (0, math.nan):
-
-    @situation(f"seconds_per_step={given!r}", ValueError, "seconds_per_step=.* must be above 0 and finite")
-    def _(directory, given=given):
-        DECIDED.in_steps(given)
-
-
-@situation("a plan that saves more often than once per step", ValueError, "0.5 steps of 2 s.* a higher target_pls")
-def _(directory):
-    DECIDED._replace(save_every_hours=1 / 3600).in_steps(2)
-
-
-@situation("milliseconds for seconds per step, in a job shorter than a step", ValueError, "once per step at most")
-def _(directory):
-    DECIDED.in_steps(56 * 3600 * 1000)
-
-
-@situation("so short a step that a job has no number of them", ValueError, "once per step at most")
-def _(directory):
-    DECIDED.in_steps(1e-320)
-
-
-@situation("a scheme with a plan of full recovery", ValueError, "full recovery goes back to whole images: scheme='mfu'")
-def _(directory):
-    strict = plan_recovery(SETTING_A, target_pls=1e-6)
-    Recovery(Serial(state_of(), lambda *_: None), directory, **strict.in_steps(0.1), scheme=mfu())
-
-
-@situation("a partial load of a negative time", ValueError, "partial_load_hours=-1 must be 0 or more and finite")
-def _(directory):
-    plan_recovery(SETTING_A._replace(partial_load_hours=-1), 0.1)
+PLANS = {
+    "seconds_per_step=nan must be above 0 and finite": lambda _: DECIDED.in_steps(math.nan),
+    "0.5 steps of 2 s.* a higher target_pls": lambda _: DECIDED._replace(save_every_hours=1 / 3600).in_steps(2),
+    "once per step at most": lambda _: DECIDED.in_steps(1e-320),
+    "partial_load_hours=-1 must be 0 or more and finite": lambda _: plan_recovery(
+        SETTING_A._replace(partial_load_hours=-1), 0.1
+    ),
+}
+refused(PLANS)
 
 
 WRONG = {

@@ -3,18 +3,16 @@
 import gzip
 import json
 import os
-import pickle
 
 import numpy as np
 
 from abuse import situation
 from jaxrec.data.criteo import open_split, prepare
-from jaxrec.data.loader import Loader, prefetch
+from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 3, "hash_cap": 7}
-CLICKS = SyntheticClicks((50, 5))
 
 
 def text(rows=120, seed=0):
@@ -82,20 +80,10 @@ def _(directory):
     prepare([directory / "dac.tar.gz"], directory / "out", **SMALL)
 
 
-@situation("a binary file", ValueError, "train.txt is no text")
-def _(directory):
-    prepare([raw(directory, pickle.dumps(np.arange(1000)))], directory / "out", **SMALL)
-
-
 @situation("a pipe for a file", ValueError, "is no file: give raw files")
 def _(directory):
     os.mkfifo(directory / "pipe")  # opening it would block for ever
     prepare([directory / "pipe"], directory / "out", **SMALL)
-
-
-@situation("a URL for a file", ValueError, "s3://bucket/day_0 is no path on this machine")
-def _(directory):
-    prepare(["s3://bucket/day_0"], directory / "out", **SMALL)
 
 
 @situation("a path where a list of paths is expected", ValueError, r"is one path, but sources is a list: write \[")
@@ -115,11 +103,6 @@ def _(directory):
         prepare([raw(directory)], directory / "out", hash_cap=82_593_005)
     finally:
         assert not (directory / "out").exists()
-
-
-@situation("train_fraction that is NaN", ValueError, "train_fraction=nan must be between 0 and 1")
-def _(directory):
-    prepare([raw(directory)], directory / "out", hash_cap=7, train_fraction=float("nan"))
 
 
 @situation("a file for the directory", ValueError, "is a file: give a directory")
@@ -159,18 +142,7 @@ def cut(path, keep=0.5):
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
 
 
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0xFF
-    path.write_bytes(data)
-
-
 VOCABULARY = {"hash_cap": None, "min_count": 1}
-
-
-@situation("progress.json is cut", ValueError, "progress.json is cut or damaged .*Delete .*out and run")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "progress.json"))
 
 
 @situation("progress.json is of something else", ValueError, "progress.json is cut or damaged: it has no options")
@@ -181,13 +153,6 @@ def _(directory):
 @situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run")
 def _(directory):
     resumed(directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY)
-
-
-@situation(
-    "a byte of vocabulary.npz is wrong", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run"
-)
-def _(directory):
-    resumed(directory, lambda out: flip(out / "vocabulary.npz", 200), **VOCABULARY)
 
 
 @situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is cut or damaged")
@@ -205,22 +170,12 @@ def _(directory):
     read_all(directory / "out")
 
 
-@situation("a shard is gone when a preparation goes on", ValueError, "array_record-00001 is missing.*delete .*out")
-def _(directory):
-    resumed(directory, lambda out: (out / "criteo-train.array_record-00001").unlink())
-
-
 @situation("a shard is cut when a preparation goes on", ValueError, "array_record-00001 has 65536 bytes instead of")
 def _(directory):
     resumed(directory, lambda out: cut(out / "criteo-train.array_record-00001"))
 
 
 # Prepared directories.
-
-
-@situation("a raw file for a prepared directory", ValueError, "train.txt is no complete dataset: run the preparation")
-def _(directory):
-    open_split(raw(directory), "train")
 
 
 @situation("metadata.json is cut", ValueError, "metadata.json is cut or damaged .*delete .*out and run")
@@ -234,27 +189,6 @@ def _(directory):
 def _(directory):
     out = prepared(directory)
     (out / "metadata.json").unlink()
-    open_split(out, "train")
-
-
-@situation("metadata.json is cut and the same preparation is asked for", ValueError, "metadata.json is cut or damaged")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "metadata.json")
-    prepare([directory / "train.txt"], out, **SMALL)
-
-
-@situation("dataset_info.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "dataset_info.json")
-    open_split(out, "train")
-
-
-@situation("features.json is cut", ValueError, "dataset_info.json cannot be read .*delete .*out and run")
-def _(directory):
-    out = prepared(directory)
-    cut(out / "features.json")
     open_split(out, "train")
 
 
@@ -296,14 +230,6 @@ def _(directory):
         split[index]
 
 
-@situation("a shard goes while it is read", ValueError, "array_record-00001, block 0 cannot be read .*No such file")
-def _(directory):
-    split = open_split(prepared(directory), "train")
-    split[0]
-    (directory / "out" / "criteo-train.array_record-00001").unlink()
-    split[3]
-
-
 @situation(
     "two shards of one size were exchanged",
     ValueError,
@@ -321,11 +247,6 @@ def _(directory):
     split = open_split(out, "train")
     for index in (0, 1, 6):
         split[index]
-
-
-@situation("a block that is not there", IndexError, "block 7 of split 'train': blocks are numbered from 0 to 6")
-def _(directory):
-    open_split(prepared(directory), "train")[7]
 
 
 @situation("a negative block", IndexError, "block -1 of split 'train'")
@@ -360,11 +281,6 @@ def _(directory):
     list(Loader(Rows(wieght=np.ones), 2))
 
 
-@situation("a prefetch of what cannot be iterated", TypeError, "not iterable")
-def _(directory):
-    list(prefetch(7))
-
-
 # The synthetic log.
 
 
@@ -386,11 +302,6 @@ def _(directory):
 @situation("synthetic: no dense features")
 def _(directory):
     assert SyntheticClicks((50, 5), dense_features=0).batch(0, 4).dense.shape == (4, 0)
-
-
-@situation("synthetic: a table of no rows", ValueError, "each of cardinalities=0 must be a whole number from 1")
-def _(directory):
-    SyntheticClicks((5, 0))
 
 
 @situation("synthetic: a table that int32 cannot number", ValueError, "each of cardinalities=2147483648 must be a")

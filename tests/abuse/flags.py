@@ -1,93 +1,111 @@
 """Flags of data and learning that contradict each other, the data, or the preparation."""
 
-import dataclasses
+import importlib.util
 
 import numpy as np
-import optax
 import train
 from main.cli import Run
 from main.click_data import criteo_clicks, set_apart, synthetic_clicks
-from main.flags import LearningFlags, data_of, optimizers
+from main.flags import LearningFlags, optimizers
 from main.recorder import check_seeds
 from main.techniques import failures_of
 
-from abuse import situation
+from abuse import refused, situation
 from abuse.data import SMALL, raw
 from abuse.runs import parsed
 from jaxrec.data.criteo import prepare
 from jaxrec.data.synthetic import SyntheticClicks
-from jaxrec.embedding import adagrad, rowwise_adagrad, sgd
 
+# Flags that train.py refuses before any work, and why.
+REFUSED = {
+    # Numbers.
+    "--steps 0": "--steps 0 must be a number of at least",
+    "--seed -1": "--seed -1 must be a number of at least",
+    "--fail-shape 1e-09": "--fail-shape 1e-09 must be a number of at least",
+    "--learning-rate nan": "--learning-rate nan must be a number",
+    "--row-learning-rate inf": "--row-learning-rate inf must be a number",
+    "--rows 10": "--rows 10 must be at least 78",
+    "--data criteo --path x --validation-fraction 1.0": "--validation-fraction 1.0 must be a share",
+    "--data criteo --path x --validation-fraction nan": "--validation-fraction nan must be a share",
+    "--data criteo --path x --train-fraction 0": "--train-fraction .* must be a share",
+    "--data criteo --path x --train-fraction nan": "--train-fraction .* must be a share",
+    "--cpr mfu --target-pls 0": "--target-pls .* must be",
+    "--cpr mfu --target-pls nan": "--target-pls .* must be",
+    "--shadowsync ma --sync-alpha 0": "--sync-alpha .* must be above 0 and at most 1",
+    "--shadowsync ma --sync-alpha nan": "--sync-alpha .* must be above 0 and at most 1",
+    # Data.
+    "--data criteo": "--data criteo needs --path",
+    "--path train.txt": "--path train.txt is for --data criteo or tabular: add",
+    "--data criteo --path x --rows 1000": "--rows 1000 is for --data synthetic",
+    "--data criteo --path x --preset smoke": "--preset smoke is for --data synthetic",
+    "--data criteo --path x --patience 2": "--patience 2 is for a run with a validation",
+    "--data criteo --path x --min-count 3 --hash-cap 9": "--min-count 3 .* and --hash-cap 9 .* exclude each other",
+    "--validation-fraction 0.1": "--validation-fraction 0.1 is for --data criteo or",
+    "--min-count 3": "--min-count 3 is for raw Criteo files",
+    "--hash-cap 100": "--hash-cap 100 is for raw Criteo files",
+    "--split random": "--split random is for raw Criteo files",
+    "--train-fraction 0.5": "--train-fraction 0.5 is for raw Criteo files",
+    "--max-bad-rows 1": "--max-bad-rows 1 is for raw Criteo files",
+    # A run.
+    "--requeue": "--requeue is for .*, with --workdir and --resume",
+    "--evaluations 4 --patience 4": "never ends 4 evaluations early",
+    "--tables host --table-directory d --seeds 2": "--table-directory d is for a single seed",
+    "--table-directory d": "--table-directory d is for --tables host",
+    "--tables remote --table-directory d": "--table-directory d is for --tables host",
+    # Servers.
+    "--servers 2": "--servers 2 is for --tables remote: add that",
+    "--tables remote --spares 1": "--spares 1 is for --tables remote with --cpr",
+    "--tables remote --servers 9": "--servers 9 are more than the 8 shards",
+    # OAC.
+    "--pipeline oac": "--pipeline oac is for --tables host",
+    "--tables host --window 4": "--window 4 is for --pipeline oac or async",
+    "--tables host --pipeline semisync --window 4": "--window 4 is for",
+    "--tables host --stale-rows device": "--stale-rows device is for --pipeline oac",
+    "--tables host --pipeline sync --savings": "--savings is for --pipeline oac",
+    # ShadowSync.
+    "--trainers 2": "--trainers 2 is for --shadowsync",
+    "--sync-form lerp": "--sync-form lerp is for --shadowsync",
+    "--sync-alpha 0.1": "--sync-alpha 0.1 is for --shadowsync",
+    "--sync-pace-seconds 0.5": "--sync-pace-seconds 0.5 is for --shadowsync",
+    "--sync-every-steps 5": "--sync-every-steps 5 is for --shadowsync",
+    "--shadowsync easgd --sync-pace-seconds 1 --sync-every-steps 5": "give one of them",
+    "--shadowsync easgd --tables remote --evaluations 4": "--evaluations 4 is for trainers in one process",
+    "--shadowsync easgd --tables remote --patience 2": "--patience 2 is for trainers in one process",
+    "--shadowsync easgd --tables remote --save-every-steps 5": "--save-every-steps 5 is for trainers in one process",
+    "--shadowsync easgd --tables remote --spares 1": "--spares 1 is for --tables remote with --cpr",
+    "--shadowsync easgd --workers 2": "--workers 2 is for trainers that run freely",
+    "--tables host --workers 2": "--workers 2 is for trainers that run freely",
+    "--shadowsync easgd --sync-form lerp": "--sync-form lerp is none of",
+    "--shadowsync ma --sync-form symmetric": "give delta or lerp",
+    # CPR.
+    "--fail 5:3": "--fail 5:3 is for --cpr mfu, say: add that",
+    "--cpr mfu --fail 5": "--fail 5: give step:shards",
+    "--cpr mfu --fail five:3": "--fail five:3: give step:shards",
+    "--cpr mfu --fail 5:1,,2": "--fail 5:1,,2: give step:shards",
+    "--cpr mfu --fail gamma 5:3": "or gamma alone",
+    "--cpr mfu --fail 5:1 5:2": "--fail 5:2: step 5 has failures already",
+    "--cpr mfu --fail 5:-1": r"shards \[-1\] are not among",
+    "--mtbf-steps 9": "--mtbf-steps 9.0 is for --cpr",
+    "--cpr mfu --fail-shape 2": "--fail-shape 2.0 is for --fail gamma",
+    "--target-pls 0.2": "--target-pls 0.2 is for --cpr",
+    "--cpr mfu --save-every-steps 0": "--save-every-steps 0 saves nothing",
+    "--recovery-costs measured": "--recovery-costs measured is for --cpr",
+    "--cpr mfu --save-every-steps 9 --recovery-costs measured": "is for --cpr without --save-every-steps",
+}
+if importlib.util.find_spec("ray") is None:
+    REFUSED["--tables remote"] = r"needs Ray, which is not installed: .*\[cluster\]"
+for flags, match in REFUSED.items():
+    situation(flags, ValueError, match)(lambda _, flags=flags: parsed(*flags.split()))
 
-def flags_that(words, match, *flags):
-    """Register flags that train.py refuses."""
-
-    @situation(words, ValueError, match)
-    def _(directory):
-        parsed(*flags)
-
-
-def of_criteo(words, match, *flags):
-    """Register flags that are refused together with raw Criteo files."""
-    flags_that(words, match, "--data", "criteo", "--path", "train.txt", *flags)
-
-
-def of_prepared(words, match, *flags):
-    """Register flags that are refused together with a prepared directory."""
-
-    @situation(words, ValueError, match)
-    def _(directory):
-        parsed("--data", "criteo", "--path", str(directory), *flags)
-
-
-# Data.
-
-GIVEN = {"min-count": "3", "hash-cap": "100", "split": "random", "train-fraction": "0.5", "max-bad-rows": "1"}
-for name, value in GIVEN.items():
-    flag = f"--{name}"
-    flags_that(f"{flag} for synthetic data", f"{flag} {value} is for raw Criteo files", flag, value)
-of_prepared(
-    "the split that a directory may have, said again", "--split time is for raw .* before they", "--split", "time"
-)
-of_prepared("no bad rows in a prepared directory", "--max-bad-rows 0 is for raw", "--max-bad-rows", "0")
-flags_that(
-    "a validation taken from synthetic data", "--validation-fraction 0.1 is for --data criteo or",
-    "--validation-fraction", "0.1",
-)  # fmt: skip
-for share in ("1.0", "1.5", "-0.1", "nan", "inf"):
-    of_criteo(
-        f"a validation of {share}", f"--validation-fraction {share} must be a share", "--validation-fraction", share
+OF_PREPARED = {  # beside a prepared directory
+    "--split time": "--split time is for raw .* before they",  # although the directory may have this split
+    "--max-bad-rows 0": "--max-bad-rows 0 is for raw",
+    "train.txt": "a prepared directory stands alone",
+}
+for flags, match in OF_PREPARED.items():
+    situation(f"a prepared directory and {flags}", ValueError, match)(
+        lambda directory, flags=flags: parsed("--data", "criteo", "--path", str(directory), *flags.split())
     )
-for share in ("0", "1", "nan", "-1"):
-    of_criteo(f"a training share of {share}", "--train-fraction .* must be a share", "--train-fraction", share)
-of_criteo(
-    "a vocabulary and hashing", "--min-count 3 .* and --hash-cap 9 .* exclude each other", "--min-count", "3",
-    "--hash-cap", "9",
-)  # fmt: skip
-
-
-@situation("a split that there is not", SystemExit, "2")
-def _(directory):
-    parsed("--data", "criteo", "--path", "train.txt", "--split", "stratified")
-
-
-@situation("hashing into more rows than a stack can have", ValueError, "hash_cap=99999999 must be .* to 82593004")
-def _(directory):
-    path = raw(directory)
-    try:
-        data_of(parsed("--data", "criteo", "--path", str(path), "--hash-cap", "99999999"))
-    finally:
-        assert sorted(directory.iterdir()) == [path]
-
-
-@situation("a file that is not there", ValueError, "train.txt is no file: give raw files")
-def _(directory):
-    data_of(parsed("--data", "criteo", "--path", str(directory / "train.txt")))
-
-
-@situation("a directory that nobody prepared", ValueError, "is no complete dataset: run the preparation")
-def _(directory):
-    data_of(parsed("--data", "criteo", "--path", str(directory)))
 
 
 def prepared(directory):
@@ -96,41 +114,20 @@ def prepared(directory):
     return directory / "out"
 
 
-@situation(
-    "a validation of less than one row", ValueError, "validation_fraction=0.001 of the 100 training rows is 0 rows"
-)
-def _(directory):
-    criteo_clicks(prepared(directory), 10, validation_fraction=0.001)
-
-
-@situation("a validation of more rows than there are", ValueError, "validation_fraction=1.5 of the 100 training rows")
-def _(directory):
-    criteo_clicks(prepared(directory), 10, validation_fraction=1.5)
-
-
-@situation("a validation that leaves no batch to train", ValueError, "not examples enough for one batch of 64")
-def _(directory):
-    criteo_clicks(prepared(directory), 64, validation_fraction=0.9, padded=False)
-
-
-@situation("passes without a number", ValueError, "epochs=None must be a whole number")
-def _(directory):
-    synthetic_clicks((5, 5), 4, 3, 0, 1, epochs=None)
-
-
-@situation("half a pass", ValueError, "epochs=0.5 must be a whole number")
-def _(directory):
-    criteo_clicks(prepared(directory), 10, epochs=0.5)
-
-
-@situation("a seed of the order below 0", ValueError, "shuffle_seed=-1 must be a whole number from 0")
-def _(directory):
-    next(criteo_clicks(prepared(directory), 10, shuffle_seed=-1).train(0))
-
-
-@situation("a batch of two streams", ValueError, "test=True and validation=True name two streams")
-def _(directory):
-    next(SyntheticClicks((5, 5)).stream(4, test=True, validation=True))
+STREAMS = {
+    "validation_fraction=0.001 of the 100 training rows is 0 rows": lambda directory: criteo_clicks(
+        prepared(directory), 10, validation_fraction=0.001
+    ),
+    "validation_fraction=1.5 of the 100 training rows": lambda directory: criteo_clicks(
+        prepared(directory), 10, validation_fraction=1.5
+    ),
+    "epochs=None must be a whole number": lambda _: synthetic_clicks((5, 5), 4, 3, 0, 1, epochs=None),
+    "epochs=0.5 must be a whole number": lambda directory: criteo_clicks(prepared(directory), 10, epochs=0.5),
+    "test=True and validation=True name two streams": lambda _: next(
+        SyntheticClicks((5, 5)).stream(4, test=True, validation=True)
+    ),
+}
+refused(STREAMS)
 
 
 @situation("more rows set apart than there are", ValueError, "rows=4 must be a whole number from 0 to 3, as many as")
@@ -144,26 +141,6 @@ def _(directory):
 # Learning.
 
 
-@situation("a warm-up as long as the run", ValueError, "--warmup-steps 100 must be less than the 100 steps of the run")
-def _(directory):
-    optimizers(parsed("--preset", "smoke", "--warmup-steps", "100"), 100)
-
-
-@situation("a warm-up that train.py sees to be too long, before it builds tables", ValueError, "--warmup-steps 7 must")
-def _(directory):
-    train.main(parsed("--steps", "6", "--rows", "100", "--warmup-steps", "7", "--workdir", str(directory / "run")))
-
-
-@situation("a schedule that there is not", SystemExit, "2")
-def _(directory):
-    parsed("--schedule", "exponential")
-
-
-@situation("a model that there is not", SystemExit, "2")
-def _(directory):
-    parsed("--model", "xdeepfm")
-
-
 @situation("a schedule of one step, which is nothing but its first rate")
 def _(directory):
     dense, _ = optimizers(LearningFlags(schedule="cosine", optimizer="sgd"), 1)
@@ -172,110 +149,32 @@ def _(directory):
     assert np.isclose(change[0], -1e-3)
 
 
-for make in (sgd, adagrad, rowwise_adagrad):
-
-    @situation(f"a learning rate as text for {make.__name__}", ValueError, "learning_rate='0.1' must be 0 or more")
-    def _(directory, make=make):
-        make("0.1")
-
-    @situation(f"an optimizer of optax as the rate of {make.__name__}", ValueError, "learning_rate=Gradient.* must be")
-    def _(directory, make=make):
-        make(optax.sgd(0.1))
-
-    @situation(f"a rate that rises below 0 for {make.__name__}", ValueError, "learning_rate=-0.1 must be 0 or more")
-    def _(directory, make=make):
-        make(-0.1)
-
 # Techniques.
 
-HOST = ("--tables", "host")
-OAC = (*HOST, "--pipeline", "oac")
-SHADOW = ("--shadowsync", "easgd")
-MFU = ("--cpr", "mfu")
 
-for pipeline in ("sync", "semisync", "async", "oac"):
-    flags_that(
-        f"{pipeline} over tables on the device", f"--pipeline {pipeline} is for --tables host", "--pipeline", pipeline
-    )
-flags_that("a window without a pipeline", "--window 4 is for --pipeline oac or async", *HOST, "--window", "4")
-flags_that("a window of one in flight", "--window 4 is for", *HOST, "--pipeline", "semisync", "--window", "4")
-flags_that("stale rows without oac", "--stale-rows device is for --pipeline oac", *HOST, "--stale-rows", "device")
-flags_that("savings without oac", "--savings is for --pipeline oac", *HOST, "--pipeline", "sync", "--savings")
-for flag, value in {"trainers": "2", "sync-form": "lerp", "sync-pace-seconds": "0.5", "sync-every-steps": "5"}.items():
-    flags_that(f"--{flag} without a rule", f"--{flag} {value} is for --shadowsync", f"--{flag}", value)
-flags_that(
-    "rounds in the background and in the foreground", "give one of them", *SHADOW, "--sync-pace-seconds", "1",
-    "--sync-every-steps", "5",
-)  # fmt: skip
-flags_that("workers in lock step", "--workers 2 is for trainers that run freely", *SHADOW, "--workers", "2")
-flags_that("workers of nobody", "--workers 2 is for trainers that run freely", *HOST, "--workers", "2")
-flags_that("a form of model averaging for EASGD", "--sync-form lerp is none of", *SHADOW, "--sync-form", "lerp")
-flags_that("a form that no rule has", "give delta or lerp", "--shadowsync", "ma", "--sync-form", "symmetric")
+BEFORE_A_RUN = {
+    "--shadowsync easgd --trainers 64": "--trainers 64 want a device each",
+    "--shadowsync easgd --trainers 3": "--shards 8 cannot .* or other --trainers",
+    "--shadowsync easgd --batch-size 65": "--batch-size 65 cannot be split over 2 devices: give a multiple",
+}
+for flags, match in BEFORE_A_RUN.items():
 
-flags_that("failures without a recovery", "--fail 5:3 is for --cpr mfu, say: add that", "--fail", "5:3")
-for words in ("5", "5:", ":3", "five:3", "5:3:1", "5:a", "5:1,,2"):
-    flags_that(f"a failure written as {words}", f"--fail {words}: give step:shards", *MFU, "--fail", words)
-flags_that("drawn failures beside others", "or gamma alone", *MFU, "--fail", "gamma", "5:3")
-flags_that("two failures at a step", "--fail 5:2: step 5 has failures already", *MFU, "--fail", "5:1", "5:2")
-flags_that("a shard that there is not", r"--fail 5:8: shards \[8\] are not among the 8", *MFU, "--fail", "5:8")
-flags_that("a shard below 0", r"shards \[-1\] are not among", *MFU, "--fail", "5:-1")
-flags_that("failures that are drawn, without recovery", "--fail gamma is for --cpr mfu", "--fail", "gamma")
-flags_that("a time between failures of nobody", "--mtbf-steps 9.0 is for --cpr", "--mtbf-steps", "9")
-flags_that("a shape of failures that are given", "--fail-shape 2.0 is for --fail gamma", *MFU, "--fail-shape", "2")
-for portion in ("0", "1.5", "-0.1", "nan"):
-    flags_that(f"a lost portion of {portion}", "--target-pls .* must be", *MFU, "--target-pls", portion)
-flags_that("a lost portion without a recovery", "--target-pls 0.2 is for --cpr", "--target-pls", "0.2")
-flags_that("a recovery without saves", "--save-every-steps 0 saves nothing", *MFU, "--save-every-steps", "0")
-
-flags_that("patience for more than there is", "never ends 4 evaluations early", "--evaluations", "4", "--patience", "4")
-flags_that("patience with one evaluation", "never ends 1 evaluations", "--evaluations", "1", "--patience", "1")
-of_criteo("patience without a validation", "--patience 2 is for a run with a validation", "--patience", "2")
-flags_that(
-    "tables of one place for several seeds", "--table-directory d is for a single seed", *HOST, "--table-directory",
-    "d", "--seeds", "2",
-)  # fmt: skip
-
-
-def train_that(words, error, match, *flags):
-    """Register flags that are refused before a run begins, so that the directory stays usable."""
-
-    @situation(words, error, match)
-    def _(directory):
+    @situation(f"{flags}, which leaves the directory usable", ValueError, match)
+    def _(directory, flags=flags):
         try:
-            train.main(parsed("--steps", "6", "--rows", "100", "--workdir", str(directory / "run"), *flags))
+            train.main(parsed("--steps", "6", "--rows", "100", "--workdir", str(directory / "run"), *flags.split()))
         finally:
             assert not (directory / "run").exists()
 
 
-train_that("more trainers than devices", ValueError, "--trainers 64 want a device each", *SHADOW, "--trainers", "64")
-train_that(
-    "shards that trainers cannot share",
-    ValueError,
-    "--shards 8 cannot .* or other --trainers",
-    *SHADOW,
-    "--trainers",
-    "3",
-)
-train_that(
-    "batches that trainers cannot share", ValueError, "--batch-size 65 cannot be split over 2 devices: give a multiple",
-    *SHADOW, "--batch-size", "65",
-)  # fmt: skip
-train_that("batches that devices cannot share", ValueError, "--batch-size 65 cannot be split", "--batch-size", "65")
-
-
 @situation("a failure after the end", ValueError, "--fail 7: the run has steps 1 to 6")
 def _(directory):
-    failures_of(parsed(*MFU, "--fail", "7:1"), 6, 3.0)
-
-
-@situation("a failure before the first step", ValueError, "--fail 0: the run has steps 1 to 6")
-def _(directory):
-    failures_of(parsed(*MFU, "--fail", "0:1"), 6, 3.0)
+    failures_of(parsed("--cpr", "mfu", "--fail", "7:1"), 6, 3.0)
 
 
 @situation("failures in every step are drawn, each shard once a step")
 def _(directory):
-    found = failures_of(parsed(*MFU, "--fail", "gamma", "--mtbf-steps", "1", "--fail-shape", "0.01"), 50, 1.0)
+    found = failures_of(parsed(*"--cpr mfu --fail gamma --mtbf-steps 1 --fail-shape 0.01".split()), 50, 1.0)
     assert found and all(1 <= step <= 50 and shards == sorted({*shards}) for step, shards in found.items())
 
 
@@ -292,35 +191,3 @@ def _(directory):
     with Run("train", train.Config(), directory) as run:
         (directory / "seed_0").mkdir()
         check_seeds(run, 1)
-
-
-for change in ({"shadowsync": "ma"}, {"pipeline": "oac", "tables": "host"}, {"cpr": "vanilla"}, {"fail": ("5:3",)}):
-
-    @situation(f"another technique on resume: {change}", ValueError, f"begun with .*{next(iter(change))}")
-    def _(directory, change=change):
-        begun = train.Config(shadowsync="easgd", cpr="mfu")
-        with Run("train", begun, directory):
-            pass
-        Run("train", dataclasses.replace(begun, **change), directory, resume=True)
-
-
-flags_that(
-    "measured costs without a recovery", "--recovery-costs measured is for --cpr", "--recovery-costs", "measured"
-)
-flags_that(
-    "measured costs beside an interval", "is for --cpr without --save-every-steps", "--recovery-costs", "measured",
-    "--cpr", "mfu", "--save-every-steps", "9",
-)  # fmt: skip
-flags_that("alpha without a rule", "--sync-alpha 0.1 is for --shadowsync", "--sync-alpha", "0.1")
-for alpha in ("0", "1.5", "nan"):
-    words = ("--shadowsync", "ma", "--sync-alpha", alpha)
-    flags_that(f"an alpha of {alpha}", "--sync-alpha .* must be above 0 and at most 1", *words)
-
-
-IN_PROCESSES = ("--tables", "remote", *SHADOW)
-for name, value in (("patience", "2"), ("save-every-steps", "5"), ("evaluations", "4")):
-    words = f"--{name} {value} is for trainers in one process"
-    flags_that(f"--{name} of trainers in processes", words, f"--{name}", value, *IN_PROCESSES)
-flags_that(
-    "spares of trainers in processes", "--spares 1 is for --tables remote with --cpr", "--spares", "1", *IN_PROCESSES
-)

@@ -129,11 +129,6 @@ def _(directory):
     SyncGroup(bmuf(), PARAMS, trainers=1, memory=memory)
 
 
-def dense_of(trainers):
-    tables = HostTables.create(SPEC, ROWS)
-    return [init_state(PARAMS, DENSE, tables).dense for _ in range(trainers)], tables
-
-
 @situation("the state of two replicas for one trainer", ValueError, "the state of trainer 0 is not of one replica")
 def _(directory):
     train_stretch(STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)])

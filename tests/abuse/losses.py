@@ -7,7 +7,7 @@ import optax
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
-from abuse import situation
+from abuse import refused, situation
 from abuse.objects import DENSE, PARAMS, ROWS, SPEC, train
 from jaxrec.embedding import HostTables
 from jaxrec.shadowsync import Emulation, train_freely
@@ -33,45 +33,15 @@ def _returns(*more):
 # ---- keys
 
 
-@situation(
-    "a loss that draws, and no seed", ValueError, "wants a key, `rng`, and gets none: give make_train_step .*seed=0"
-)
-def _(directory):
-    _makes(made=_keyed)
-
-
-@situation(
-    "a seed for a loss that draws nothing",
-    ValueError,
-    r"takes no key: write it as loss\(params, activations, batch, \*",
-)
-def _(directory):
-    _makes(seed=0)
-
-
-@situation("a key as seed", ValueError, "(?s)seed=.* must be a whole number from 0 to .*the step makes the key itself")
-def _(directory):
-    _makes(jax.random.key(0), _keyed)
-
-
-@situation("a seed of text", ValueError, "seed='0' must be a whole number")
-def _(directory):
-    _makes("0", _keyed)
-
-
-@situation("a seed of more than 32 bits, whose high half a key would lose", ValueError, "seed=4294967296 must be")
-def _(directory):
-    _makes(2**32, _keyed)
-
-
-@situation("a negative seed", ValueError, "seed=-1 must be a whole number from 0")
-def _(directory):
-    _makes(-1, _keyed)
-
-
-@situation("seed=True", ValueError, "seed=True must be a whole number")
-def _(directory):
-    _makes(True, _keyed)
+KEYS = {
+    "wants a key, `rng`, and gets none: give make_train_step .*seed=0": lambda _: _makes(made=_keyed),
+    r"takes no key: write it as loss\(params, activations, batch, \*": lambda _: _makes(seed=0),
+    "(?s)seed=.* must be a whole number from 0 to .*the step makes the key itself": lambda _: _makes(
+        jax.random.key(0), _keyed
+    ),
+    "seed=4294967296 must be": lambda _: _makes(2**32, _keyed),
+}
+refused(KEYS)
 
 
 @situation("the greatest seed, of numpy")
@@ -164,69 +134,31 @@ def _(directory):
 # ---- figures
 
 
-@situation("a list of a loss and figures", ValueError, "loss returned a list for 8 examples.* with a dict of figures")
-def _(directory):
-    train(step=_makes(made=lambda *args: [pair_loss(*args), {}]))
-
-
-@situation("a tuple of the loss alone", ValueError, "loss returned a tuple for 8 examples")
-def _(directory):
-    _returns()
-
-
-@situation(
-    "a figure of a name that the step has", ValueError, r"figures named \['loss', 'weight'\], which are the step's own"
-)
-def _(directory):
-    _returns({"loss": 1.0, "weight": 2.0})
-
-
-@situation(
-    "a figure of a name that OAC has", ValueError, r"named \['stale_rows', 'patched_rows'\], which are the step's own"
-)
-def _(directory):
-    _returns({"patched_rows": 1.0, "stale_rows": 2.0})
-
-
-@situation("logits where figures belong", ValueError, r"beside its numbers: a dict of figures is expected there")
-def _(directory):
-    _returns(jnp.zeros(8))
-
-
-@situation("figures by task", ValueError, r"figure 'tasks' has shape \(8, 3\).*give each column a name of its own")
-def _(directory):
-    _returns({"tasks": jnp.zeros((8, 3))})
-
-
-@situation(
-    "a figure of another length", ValueError, r"figure 'norms' has shape \(1,\), but a figure is one number for each"
-)
-def _(directory):
-    _returns({"norms": jnp.zeros(1)})
+FIGURES = {
+    "loss returned a list for 8 examples.* with a dict of figures": lambda _: train(
+        step=_makes(made=lambda *args: [pair_loss(*args), {}])
+    ),
+    r"figures named \['loss', 'weight'\], which are the step's own": lambda _: _returns({"loss": 1.0, "weight": 2.0}),
+    r"named \['stale_rows', 'patched_rows'\], which are the step's own": lambda _: _returns(
+        {"patched_rows": 1.0, "stale_rows": 2.0}
+    ),
+    r"beside its numbers: a dict of figures is expected there": lambda _: _returns(jnp.zeros(8)),
+    r"figure 'tasks' has shape \(8, 3\).*give each column a name of its own": lambda _: _returns(
+        {"tasks": jnp.zeros((8, 3))}
+    ),
+}
+refused(FIGURES)
 
 
 # ---- variables
 
 
-@situation(
-    "a variable of another shape", ValueError, r"returned float32\[3\] as 'bias', but the parameters have float32\[\]"
-)
-def _(directory):
-    _returns({}, {"bias": jnp.zeros(3)})
-
-
-@situation("a variable of another dtype", ValueError, r"returned bfloat16\[\] as 'bias'")
-def _(directory):
-    _returns({}, {"bias": jnp.zeros((), jnp.bfloat16)})
-
-
-@situation("a part of a variable", ValueError, r"returned {} as 'bias', but the parameters have float32")
-def _(directory):
-    _returns({}, {"bias": {}})
-
-
-@situation(
-    "the emulation of a loss that keeps statistics", ValueError, "free trainers and the emulation apply gradients"
-)
-def _(directory):
-    _emulated(_keeps_statistics)
+VARIABLES = {
+    r"returned float32\[3\] as 'bias', but the parameters have float32\[\]": lambda _: _returns(
+        {}, {"bias": jnp.zeros(3)}
+    ),
+    r"returned bfloat16\[\] as 'bias'": lambda _: _returns({}, {"bias": jnp.zeros((), jnp.bfloat16)}),
+    r"returned {} as 'bias', but the parameters have float32": lambda _: _returns({}, {"bias": {}}),
+    "free trainers and the emulation apply gradients": lambda _: _emulated(_keeps_statistics),
+}
+refused(VARIABLES)

@@ -12,8 +12,7 @@ from hooks import at_step
 from world import no_threads_left, pair_batch, pair_loss
 
 import jaxrec
-from abuse import situation
-from jaxrec.checkpoint import Checkpointer
+from abuse import refused, situation
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
@@ -73,19 +72,14 @@ def _(directory):
     pipeline_of(state)
 
 
-@situation("a mesh that is not the state's", ValueError, "the dense state lies on 1 devices.*give one mesh")
-def _(directory):
-    Pipeline(state_of(), update_of(two_devices()), mesh=two_devices())
-
-
-@situation("an update for another mesh than the state's", ValueError, "made for a mesh of 1 devices.*lies on 2")
-def _(directory):
-    Pipeline(state_of(two_devices()), update_of())
-
-
-@situation("an update for one replica, a state of two", ValueError, "in 1 replicas, but the state lies on 2 in 2")
-def _(directory):
-    Pipeline(state_of(two_devices(2)), update_of())
+MESHES = {
+    "the dense state lies on 1 devices.*give one mesh": lambda _: Pipeline(
+        state_of(), update_of(two_devices()), mesh=two_devices()
+    ),
+    "made for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(state_of(two_devices()), update_of()),
+    "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(state_of(two_devices(2)), update_of()),
+}
+refused(MESHES)
 
 
 @situation("no mesh given: it is that of the state")
@@ -320,18 +314,6 @@ def _(directory):
 # ---- states that lag
 
 
-@situation("training a state that lags", ValueError, DRAIN)
-def _(directory):
-    step = jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)
-    look_at(lambda state: fit(state, planned(SPEC, batches_of()), step))
-
-
-@situation("saving a state that lags", ValueError, DRAIN)
-def _(directory):
-    with Checkpointer(directory) as saver:
-        look_at(saver.save)
-
-
 @situation("pickling a state that lags", ValueError, DRAIN)
 def _(directory):
     look_at(lambda state: pickle.dumps(state.tables))
@@ -378,11 +360,6 @@ def broken_pipeline():
     except OSError:
         return pipeline
     raise AssertionError("the failure was swallowed")
-
-
-@situation("a run of a broken pipeline", BrokenPipeline, r"OSError: the link is down.*step [1-3], the tables at step 0")
-def _(directory):
-    broken_pipeline().run(batches_of())
 
 
 @situation("a pipeline over a broken one's state", BrokenPipeline, "into `pipeline.tables` or new tables")

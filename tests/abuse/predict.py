@@ -13,8 +13,8 @@ from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels,
 from world import pair_batch, pair_loss
 
 import jaxrec
-from abuse import situation
-from jaxrec.checkpoint import read_tables, restore_for_prediction, save_rows, snapshot, write_image
+from abuse import refused, situation
+from jaxrec.checkpoint import read_tables, restore_for_prediction, snapshot, write_image
 from jaxrec.data.criteo import prepare
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
 
@@ -39,11 +39,6 @@ def damage(path):
 # ---- a model
 
 
-@situation("predicting from a directory without images", ValueError, "holds no image of a whole state")
-def _(directory):
-    restore_for_prediction(directory, SPEC, PARAMS)
-
-
 @situation("predicting with tables of other sizes", ValueError, "saved with other tables.*'item': \\[9, 4\\]")
 def _(directory):
     saved(directory)
@@ -56,29 +51,12 @@ def _(directory):
     restore_for_prediction(directory, SPEC, {"weights": jnp.zeros(3)})
 
 
-@situation("parameters with their axis of replicas", ValueError, "other dense state")
-def _(directory):
-    restore_for_prediction(directory, SPEC, saved(directory).dense.params)
-
-
 @situation("parameters of another dtype", ValueError, "other dtypes.*cast=True")
 def _(directory):
     saved(directory)
     state, _image = restore_for_prediction(directory, SPEC, {"bias": jnp.zeros(3, jnp.bfloat16)}, cast=True)
     assert state.dense.params["bias"].dtype == jnp.bfloat16
     restore_for_prediction(directory, SPEC, {"bias": jnp.zeros(3, jnp.bfloat16)})
-
-
-@situation("parameters as lists of numbers", ValueError, "other dense state")
-def _(directory):
-    saved(directory)
-    restore_for_prediction(directory, SPEC, {"bias": [0.0, 0.0, 0.0]})
-
-
-@situation("a replica that there is not", ValueError, "replica=1, but .* holds 1 of them")
-def _(directory):
-    saved(directory)
-    restore_for_prediction(directory, SPEC, PARAMS, replica=1)
 
 
 @situation("the last replica counted from the end", ValueError, "replica=-1, but .* holds 1 of them")
@@ -90,23 +68,6 @@ def _(directory):
 @situation("tables instead of their home", ValueError, "home=.* must be HostTables or DeviceTables")
 def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, home=HostTables.create(SPEC, sgd(0.1)))
-
-
-@situation("the newest image is damaged, and an older one predicts, with a warning")
-def _(directory):
-    for step in (1, 2):
-        saved(directory, step)
-    damage(max((directory / "step_00000002").rglob("*.value/0.0")))
-    with pytest.warns(UserWarning, match="skipped what is damaged: .*step_00000002"):
-        _state, image = restore_for_prediction(directory, SPEC, PARAMS)
-    assert image.step == 1
-
-
-@situation("predicting from rows alone", ValueError, "saved without its dense state")
-def _(directory):
-    tables = HostTables.create(SPEC, ROWS)
-    path = save_rows(directory, None, {("width_4", 0): np.array([0, 2], np.int32)}, tables, 1)
-    restore_for_prediction(path, SPEC, PARAMS)
 
 
 @situation("training goes on with a state for prediction", ValueError, "tables have slots|optimizer state is")
@@ -124,34 +85,12 @@ def matrix(*ids):
     return embedding_matrix(HostTables.create(SPEC, ROWS), *ids)
 
 
-@situation("the embeddings of an unknown table", ValueError, "table 'items' is none of the 2 .*'user', 'item'")
-def _(directory):
-    matrix("items")
-
-
-@situation("the embeddings of a lookup", ValueError, "table 'pair' is none")
-def _(directory):
-    matrix("pair")
-
-
-@situation("the embedding of a missing id", ValueError, "1 ids of 'item' are outside of it, the first is -1")
-def _(directory):
-    matrix("item", [0, -1])
-
-
-@situation("the embedding after the last", ValueError, "the first is 9: ids run from 0 to 8")
-def _(directory):
-    matrix("item", np.arange(10))
-
-
-@situation("embeddings by a mask", ValueError, "ids of 'item' are bool")
-def _(directory):
-    matrix("item", np.ones(9, bool))
-
-
-@situation("embeddings by numbers with a point", ValueError, "ids of 'item' are float64")
-def _(directory):
-    matrix("item", np.arange(3.0))
+EMBEDDINGS = {
+    "table 'pair' is none": lambda _: matrix("pair"),
+    "1 ids of 'item' are outside of it, the first is -1": lambda _: matrix("item", [0, -1]),
+    "ids of 'item' are bool": lambda _: matrix("item", np.ones(9, bool)),
+}
+refused(EMBEDDINGS)
 
 
 @situation("the slots of a table that has others", ValueError, "have no \\['momentum'\\], only")
@@ -313,19 +252,6 @@ def _(directory):
     evaluated(run, directory, write_lines(directory / "rows.txt", bare))
 
 
-@situation("a file to predict that is empty", ValueError, "the file is empty")
-def _(directory):
-    run, *_ = criteo_run(directory, trained=False)
-    (directory / "rows.txt").touch()
-    evaluated(run, directory, directory / "rows.txt")
-
-
-@situation("a file to predict that there is not", ValueError, "nowhere.txt is no file")
-def _(directory):
-    run, *_ = criteo_run(directory, trained=False)
-    evaluated(run, directory, directory / "nowhere.txt")
-
-
 @situation("an evaluation that a bad line ended begins anew in its directory once the line is mended")
 def _(directory):
     run, lines, *_ = criteo_run(directory, trained=False)
@@ -360,12 +286,6 @@ def _(directory):
         exported(directory, all=True)
     finally:
         assert (directory / "a.npz").read_text() == "dear"
-
-
-@situation("an export of an unknown table", ValueError, "table 'C99' is none of the 2")
-def _(directory):
-    saved(directory)
-    exported(directory, table="C99")
 
 
 @situation(
@@ -411,29 +331,19 @@ def edited(edit):
     return change
 
 
-@situation("an exported file with a flipped byte", ValueError, "is no file of `export.py --all`, or damaged")
-def _(directory):
-    out_and_back(directory, damage)
-
-
-@situation("an exported file that is cut", ValueError, "is no file of `export.py --all`, or damaged")
-def _(directory):
-    out_and_back(directory, lambda path: path.write_bytes(path.read_bytes()[:-100]))
-
-
-@situation("a file of one table to bring back", ValueError, "is no file of `export.py --all`")
-def _(directory):
-    out_and_back(directory, lambda path: np.savez(path, value=np.zeros((9, 4))))
-
-
-@situation("an exported table of another dtype", ValueError, "'table.item.value' .* is float64\\[9, 4\\].* float32")
-def _(directory):
-    out_and_back(directory, edited(lambda arrays: arrays.update({"table.item.value": np.zeros((9, 4))})))
-
-
-@situation("an exported file without one of its tables", ValueError, "has no 'table.item.value'")
-def _(directory):
-    out_and_back(directory, edited(lambda arrays: arrays.pop("table.item.value")))
+BACK = {
+    "is no file of `export.py --all`, or damaged": lambda directory: out_and_back(directory, damage),
+    "is no file of `export.py --all`": lambda directory: out_and_back(
+        directory, lambda path: np.savez(path, value=np.zeros((9, 4)))
+    ),
+    "'table.item.value' .* is float64\\[9, 4\\].* float32": lambda directory: out_and_back(
+        directory, edited(lambda arrays: arrays.update({"table.item.value": np.zeros((9, 4))}))
+    ),
+    "has no 'table.item.value'": lambda directory: out_and_back(
+        directory, edited(lambda arrays: arrays.pop("table.item.value"))
+    ),
+}
+refused(BACK)
 
 
 @situation("a table of one's own in an exported file comes back as it is, also from a packed file")

@@ -13,7 +13,6 @@ import numpy as np
 import train
 import tyro
 from main.cli import Flags, Run, command_line, plot, refuse, refuse_small
-from main.flags import prepared_directory
 from main.saving import PeriodicSaves
 from main.signals import Stopped, say, stop_on_signals
 from studies.cpr_work import JobConfig, make_data
@@ -42,56 +41,7 @@ def parsed(*flags):
     return config
 
 
-def flags_that(words, match, *flags):
-    """Register flags that train.py refuses."""
-
-    @situation(words, ValueError, match)
-    def _(directory):
-        parsed(*flags)
-
-
 # Flags.
-
-BELOW = {
-    "batch-size": "0", "steps": "0", "shards": "0", "evaluations": "0", "embedding-width": "0", "seed": "-1",
-    "save-every-steps": "-1", "learning-rate": "-0.1", "epochs": "0", "min-count": "0", "hash-cap": "1",
-    "max-bad-rows": "-1", "warmup-steps": "-1", "window": "0", "sync-every-steps": "0", "sync-pace-seconds": "-1.0",
-    "trainers": "0", "mtbf-steps": "0.001", "fail-shape": "1e-09", "patience": "0", "servers": "0", "spares": "-1",
-}  # fmt: skip
-for name, value in BELOW.items():
-    flags_that(f"--{name} {value}", f"--{name} {value} must be a number of at least", f"--{name}", value)
-flags_that("a learning rate that is no number", "--learning-rate nan", "--learning-rate", "nan")
-flags_that("an infinite learning rate", "--row-learning-rate inf", "--row-learning-rate", "inf")
-flags_that("a path for synthetic data", "--path train.txt is for --data criteo or tabular: add", "--path", "train.txt")
-flags_that("Criteo without a path", "--data criteo needs --path", "--data", "criteo")
-flags_that(
-    "rows for Criteo", "--rows 1000 is for --data synthetic", "--data", "criteo", "--path", "x", "--rows", "1000"
-)
-flags_that(
-    "a preset for Criteo",
-    "--preset smoke is for --data synthetic",
-    "--data",
-    "criteo",
-    "--path",
-    "x",
-    "--preset",
-    "smoke",
-)
-flags_that("fewer rows than fields can have", "--rows 10 must be at least 78", "--rows", "10")
-flags_that("a directory for tables on the device", "--table-directory d is for --tables host", "--table-directory", "d")
-flags_that("requeued without a directory", "--requeue is for .*, with --workdir and --resume", "--requeue")
-flags_that("requeued without resume", "--requeue is for .*, with --workdir and --resume", "--requeue", "--workdir", "d")
-
-
-@situation("a prepared directory and a raw file", ValueError, "a prepared directory stands alone")
-def _(directory):
-    parsed("--data", "criteo", "--path", str(directory), "train.txt")
-
-
-@situation("two files of one name in two folders do not share a preparation")
-def _(directory):
-    a, b = (prepared_directory((directory / folder / "train.txt",)) for folder in "ab")
-    assert a != b and a.name.startswith("train.") and a == prepared_directory((directory / "a" / "train.txt",))
 
 
 @situation("resume without a directory", ValueError, "--resume needs --workdir")
@@ -117,12 +67,6 @@ def _(directory):
     begin(Path("s3://bucket/run"))
 
 
-@situation("another object store", ValueError, "object stores are not supported")
-def _(directory):
-    parsed("--workdir", "gs://bucket/run")
-    begin(Path("gs://bucket/run"))
-
-
 @situation("a file as the directory", ValueError, "file cannot hold a run.*Give another --workdir")
 def _(directory):
     (directory / "file").write_text("mine")
@@ -130,22 +74,6 @@ def _(directory):
         begin(directory / "file")
     finally:
         assert (directory / "file").read_text() == "mine"
-
-
-@situation("a directory below a file", ValueError, "cannot hold a run")
-def _(directory):
-    (directory / "file").touch()
-    begin(directory / "file" / "run")
-
-
-@situation("a directory below one that does not exist is made")
-def _(directory):
-    assert (begin(directory / "a" / "b").directory / "config.json").exists()
-
-
-@situation("a file system on which nobody may write", ValueError, "cannot hold a run")
-def _(directory):
-    begin(Path("/proc/run"))
 
 
 @situation("a disk that is full from the beginning", ValueError, "cannot hold a run: .*No space left")
@@ -181,13 +109,6 @@ def _(directory):
         assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-@situation("a cut environment.json", ValueError, "environment.json is damaged")
-def _(directory):
-    begin(directory)
-    (directory / "environment.json").write_text("{")
-    begin(directory, resume=True)
-
-
 @situation("os.chdir after the run has begun")
 def _(directory):
     before = Path.cwd()
@@ -202,11 +123,6 @@ def _(directory):
 
 
 # Data and models.
-
-
-@situation("an examples flag that leaves no batch", ValueError, "not examples enough for one batch of 1024")
-def _(directory):
-    make_data(JobConfig(), 1000)(0)
 
 
 @situation("Criteo rows without a path", ValueError, "--data criteo needs --path")
@@ -261,16 +177,6 @@ def _(directory):
 # Signals.
 
 
-@situation("an error while signals are taken gives the handlers back", ValueError, "mine")
-def _(directory):
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with stop_on_signals():
-            raise ValueError("mine")
-    finally:
-        assert signal.getsignal(signal.SIGTERM) is before
-
-
 @situation("signals taken twice, one inside the other")
 def _(directory):
     with stop_on_signals() as outer, outer.held():
@@ -292,23 +198,6 @@ def _(directory):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@situation("signals taken in a thread", ValueError, "only works in main thread")
-def _(directory):
-    errors = []
-
-    def enter():
-        try:
-            with stop_on_signals():
-                pass
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    raise errors[0]
 
 
 @situation("a full disk under what a run says")
@@ -379,10 +268,4 @@ def _(directory):
 def _(directory):
     (directory / "tables.json").touch()
     with train.own(directory, "a"):
-        pass
-
-
-@situation("tables in an object store", ValueError, "no path on this machine")
-def _(directory):
-    with train.own(Path("s3://bucket/tables"), "a"):
         pass

@@ -7,13 +7,14 @@ import pytest
 from meetings import Clock, in_meet, in_threads
 from world import no_threads_left, until
 
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.shadowsync import (
     AllToAll,
     Centre,
     Foreground,
     PeerLeft,
     Shadow,
+    SyncGroup,
     bmuf,
     easgd,
     model_averaging,
@@ -82,41 +83,6 @@ def trainer(transport, number=0, kind=Foreground, steps=3, error=None, ends=None
     return run
 
 
-@situation("EASGD in rounds of all trainers", ValueError, r"without a centre, got easgd\(alpha=0.5, form='symmetric'\)")
-def _(directory):
-    AllToAll(EASGD, PARAMS)
-
-
-@situation("model averaging with a centre", ValueError, "rule with a centre, got model_averaging.*: use AllToAll")
-def _(directory):
-    Centre(MEAN, PARAMS)
-
-
-@situation("a time-out of nothing", ValueError, "timeout_s=0 must be above 0")
-def _(directory):
-    meeting(timeout_s=0)
-
-
-@situation("a time-out without end", ValueError, "timeout_s=inf must be above 0 and finite")
-def _(directory):
-    meeting(EASGD, timeout_s=float("inf"))
-
-
-@situation("an unknown on_failure", ValueError, "on_failure='ignore' must be 'raise', 'drop' or 'replace'")
-def _(directory):
-    meeting(on_failure="ignore")
-
-
-@situation("initial parameters without a float", ValueError, "no floating leaf, so there is nothing to synchronise")
-def _(directory):
-    AllToAll(MEAN, {"count": np.zeros(3, np.int32)})
-
-
-@situation("complex parameters", ValueError, r"the leaf \['w'\] is complex")
-def _(directory):
-    AllToAll(MEAN, {"w": np.zeros(3, np.complex64)})
-
-
 @situation(
     "two trainers in one thread, of which one waits", PeerLeft, r"trainer 1 was last seen when it joined, [\d.]+ s"
 )
@@ -146,35 +112,6 @@ def _(directory):
     exchanged(state, initial=state.dense.params)
 
 
-@situation(
-    "rows of a kernel in the place of replicas",
-    ValueError,
-    r"does not fit at \['kernel'\]: it has \(3, 2\), wanted \(3, 3, 2\)",
-)
-def _(directory):
-    exchanged({"bias": jnp.zeros((3, 2)), "kernel": jnp.zeros((3, 2))})
-
-
-@situation("a leaf of another shape", ValueError, r"\['kernel'\]: it has \(3, 5\), wanted \(3, 2\)")
-def _(directory):
-    exchanged({"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))})
-
-
-@situation("a leaf that is missing", ValueError, r"does not fit: it has \['kernel'\] where \['bias'\] is expected")
-def _(directory):
-    exchanged({"kernel": jnp.zeros((3, 2))})
-
-
-@situation("a leaf too many", ValueError, r"it has \['scale'\] where nothing is expected")
-def _(directory):
-    exchanged(params_of(0.0) | {"scale": jnp.zeros(1)})
-
-
-@situation("no replicas at all", ValueError, r"it has \(0, 2\)")
-def _(directory):
-    exchanged(params_of(0.0, 0))
-
-
 @situation("a state of Flax for its parameters", ValueError, "does not fit: it has .*Give the parameters")
 def _(directory):
     import optax
@@ -189,22 +126,9 @@ def _(directory):
         jax.jit(foreground.exchange)(params_of(0.0))
 
 
-@situation("parameters of NumPy")
-def _(directory):
-    found = exchanged(jax.tree.map(np.array, params_of(1.0, 2)))
-    assert isinstance(found["bias"], jax.Array) and found["bias"].shape == (2, 2)
-
-
 @situation("doubles of NumPy that JAX would cut", ValueError, "float64 into float32: give that dtype, or set")
 def _(directory):
     exchanged(jax.tree.map(lambda x: np.zeros(x.shape), PARAMS))
-
-
-@situation("a transport for a second training", ValueError, "trainer=0 has finished, and no trainer can rejoin")
-def _(directory):
-    transport = meeting()
-    trainer(transport)()
-    trainer(transport)()
 
 
 @situation("a trainer that leaves without finish", PeerLeft, "trainer 1 left without `finish` after its round 3")
@@ -278,32 +202,46 @@ def _(directory):
     assert found["one"].tolist() == [2.0, 2.0] and found["empty"].shape == (2, 0, 3) and found["none"] is None
 
 
-@situation("an alpha that is no number", ValueError, "alpha=nan must be above 0")
-def _(directory):
-    model_averaging(float("nan"))
-
-
-@situation("a foreground without a measure", ValueError, "give every_steps or every_seconds, one of them")
-def _(directory):
-    Foreground(meeting())
-
-
-@situation("initial parameters that are not finite", ValueError, r"the leaf \['bias'\] holds nan or inf")
-def _(directory):
-    AllToAll(MEAN, PARAMS | {"bias": np.array([0.0, np.nan], np.float32)})
-
-
 @situation("a trainer whose last state has diverged", ValueError, "state of trainer 0 cannot be synchronised")
 def _(directory):
     with Shadow(meeting(EASGD)) as shadow:
         shadow.finish(params_of(float("nan")))
 
 
-BAD_NUMBERS = {
-    "every_seconds=nan": lambda: Foreground(meeting(), every_seconds=float("nan")),
-    "core_share=0.0": lambda: Shadow(meeting(), core_share=0.0),
-    "core_share=1.5": lambda: Shadow(meeting(), core_share=1.5),
-    "timeout_s='60'": lambda: meeting(timeout_s="60"),
+REFUSED = {
+    "AllToAll needs a rule without a centre, got easgd.alpha=0.5, form='symmetric'.": lambda _: AllToAll(EASGD, PARAMS),
+    "Centre needs a rule with a centre, got model_averaging.*: use AllToAll": lambda _: Centre(MEAN, PARAMS),
+    "no floating leaf, so there is nothing to synchronise": lambda _: AllToAll(MEAN, {"count": np.zeros(3, np.int32)}),
+    r"the leaf \['w'\] is complex": lambda _: AllToAll(MEAN, {"w": np.zeros(3, np.complex64)}),
+    r"the leaf \['bias'\] holds nan or inf": lambda _: AllToAll(MEAN, {"bias": np.array([0.0, np.nan], np.float32)}),
+    "on_failure='ignore' must be 'raise', 'drop' or 'replace'": lambda _: meeting(on_failure="ignore"),
+    "timeout_s=inf must be": lambda _: meeting(timeout_s=float("inf")),
+    "every_seconds=nan must be": lambda _: Foreground(meeting(), every_seconds=float("nan")),
+    "core_share=0.0 must be": lambda _: Shadow(meeting(), core_share=0.0),
+    "core_share=1.5 must be": lambda _: Shadow(meeting(), core_share=1.5),
+    "trainers=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 0),
+    "servers=0 must be a whole number from 1": lambda _: SyncGroup(EASGD, PARAMS, 1, servers=0),
+    "bytes_per_s=0 must be above 0, or None": lambda _: SyncGroup(EASGD, PARAMS, 1, bytes_per_s=0),
+    "every_steps=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 1, every_steps=0),
+    "give every_steps or every_seconds, one of them": lambda _: SyncGroup(
+        MEAN, PARAMS, 1, every_steps=5, every_seconds=1.0
+    ),
+    # Parameters of other shapes.
+    r"at \['kernel'\]: it has \(3, 2\), wanted \(3, 3, 2\)": lambda _: exchanged(
+        {"bias": jnp.zeros((3, 2)), "kernel": jnp.zeros((3, 2))}  # rows of a kernel in the place of replicas
+    ),
+    r"at \['kernel'\]: it has \(3, 5\), wanted \(3, 2\)": lambda _: exchanged(
+        {"bias": jnp.zeros(2), "kernel": jnp.zeros((3, 5))}
+    ),
+    r"it has \['scale'\] where nothing is expected": lambda _: exchanged(params_of(0.0) | {"scale": jnp.zeros(1)}),
+    r"it has \(0, 2\)": lambda _: exchanged(params_of(0.0, 0)),
 }
-for _words, _act in BAD_NUMBERS.items():
-    situation(f"{_words} is no such number", ValueError, f"{_words} must be")(lambda directory, act=_act: act())
+refused(REFUSED)
+
+
+@situation("a group for a second training", ValueError, "a group or a transport is for one training, make a new one")
+def _(directory):
+    group = SyncGroup(MEAN, PARAMS, 1)
+    for _ in range(2):
+        with group.trainer(0) as sync:
+            sync.finish(sync.exchange(params_of(1.0)))

@@ -35,11 +35,6 @@ def stream(batches, seed=0, size=8):
         yield batch_of({"item": ids}, label)
 
 
-def failing(error, after=2):
-    yield from stream(after)
-    raise error
-
-
 def shadows(trainers, kind=Shadow, more=None, **given):
     transport = AllToAll(RULE, PARAMS, trainers, **given)
     return lambda number: kind(transport, number, **(more or {}))
@@ -90,25 +85,6 @@ def _(directory):
     train([stream(0), stream(0)], shadows(3, Foreground, {"every_steps": 1}, timeout_s=0.2))
 
 
-@situation("a transport that was used for a training before", ValueError, "a transport is for one training")
-def _(directory):
-    make = shadows(1)
-    train([stream(3)], make)
-    train([stream(3)], make)
-
-
-@situation("a synchroniser that was entered before it was given", ValueError, "has been entered before")
-def _(directory):
-    with shadows(1, Foreground, {"every_steps": 1})(0) as entered:
-        train([stream(2)], lambda number: entered)
-
-
-@situation("parameters that the transport does not have", ValueError, "trainer")
-def _(directory):
-    transport = AllToAll(RULE, {"w": jnp.ones(5)}, 1)
-    train([stream(3)], lambda number: Foreground(transport, number, every_steps=1))
-
-
 @situation("one iterator for two trainers", ValueError, "the same iterator")
 def _(directory):
     train([stream(5)] * 2)
@@ -151,11 +127,6 @@ def _(directory):
     for dense in emulation.dense:
         np.testing.assert_array_equal(dense.params["w"], 1)
     assert emulation.average_sync_gap == float("inf")
-
-
-@situation("None in a stream", AttributeError, "'NoneType' object has no attribute 'ids'")
-def _(directory):
-    train([iter([*stream(2), None, *stream(5)]), stream(5)], shadows(2))
 
 
 @situation(
