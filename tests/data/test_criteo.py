@@ -223,24 +223,8 @@ RULE_OF_A_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})
 )
 def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
     good = GOOD[:1] + ["5"] * DENSE + ["0a"] * FIELDS
-    odd = ["", "0", "-", "--1", "-0", "007", " 1", "1 ", "1e3", "1_0", "0x1f", "9" * 18, "-" + "9" * 18, "1" * 19]
-    odd += [
-        "0" * 19,
-        "0" * 9,
-        "0A",
-        "a-1",
-        "ffffffff",
-        "100000000",
-        "-1",
-        "NaN",
-        "null",
-        '""',
-        "\\N",
-        "\0",
-        "\x0b",
-        "\r",
-        "a\rb",
-    ]
+    odd = ["", " 1", "1 ", "\0", "\x0b", "\r", "a\rb", "9" * 18, "-" + "9" * 18, "1" * 19, "0" * 19, "0" * 9]
+    odd += '0 - --1 -0 -1 a-1 007 1e3 1_0 0x1f 0A ffffffff 100000000 NaN null "" \\N'.split()
     for field in fields:
         for value in odd:
             line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
