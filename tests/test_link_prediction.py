@@ -214,13 +214,10 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
     ("text", "message"),
     [
         ("", "line 1: .* is not the number of triples"),
-        ("0 1 2\n", "line 1: .* is not the number of triples"),
         ("0\n", "line 1 says 0 triples"),
         ("3\n0 1 2\n1 2 0\n", "line 1 says 3 triples, and 2 lines follow"),
         ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
-        ("2\n0 1\n1 2 0 4\n", "line 2: '0 1' is not"),
         ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
-        ("2\n0 1 2\n1 x 0\n", "line 3: '1 x 0' is not"),
         ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),
         ("2\n0 1 2\n1 60 0\n", r"line 3: head, relation, tail are \[1, 0, 60\], but there are 60 entities"),
         ("2\n0 1 2\n1 2 3\n", r"line 3: .* 3 relations"),
