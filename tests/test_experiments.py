@@ -7,14 +7,12 @@ import itertools
 import json
 import os
 import pty
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from pathlib import Path
 
@@ -108,27 +106,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, way, name, code):
     once_more = run("train", *flags, "--workdir", tmp_path / "cut")
     assert once_more.returncode == 0 and "is complete" in once_more.stdout
     assert (tmp_path / "cut" / "results.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
-    """At three stages of a run; every reported save exists."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    steps = 0
-    for _ in range(3):
-        child = start(tmp_path / "run", *SMALL, "--steps", 4000, "--evaluations", 800, "--resume", env=environment)
-        read_until(child.stdout, "step ")
-        child.send_signal(signal.SIGINT)
-        threading.Event().wait(0.005)
-        child.send_signal(signal.SIGINT)
-        said = child.communicate()[1]
-        assert child.returncode == 130 and "Traceback" not in said, said
-        step = int(re.search(r"stopped and saved at step (\d+)", said)[1])
-        image = read_manifest(images(tmp_path / "run" / "checkpoints")[0])
-        verify(image)
-        assert image.step == step > steps
-        steps = step
 
 
 @pytest.mark.slow

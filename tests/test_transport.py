@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meetings import in_threads, joined, of, waits
+from meetings import Around, in_threads, joined, of, waits
 from world import is_inside, until
 
 from jaxrec.shadowsync import Foreground, PeerLeft, Shadow
@@ -33,11 +33,8 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
     rule, more = easgd(0.5), {"every_steps": 1} if kind is Foreground else {}
     centre, early_waits = Centre(rule, PARAMS, 2), threading.Event()
 
-    class Told:
-        """The same centre; sets early_waits when trainer 0 begins to wait at its end."""
-
-        def __getattr__(self, name):
-            return getattr(centre, name)
+    class Told(Around):
+        """Sets early_waits when trainer 0 begins to wait at its end."""
 
         def sync_round(self, trainer, before, done):
             if done and trainer == 0:
@@ -45,7 +42,7 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
             return centre.sync_round(trainer, before, done)
 
     def train(trainer):
-        with kind(Told(), trainer, **more) as synchroniser:
+        with kind(Told(centre), trainer, **more) as synchroniser:
             state = {"w": jnp.full((1 + trainer, 3), 1000.0 * trainer)}
             if trainer:
                 assert early_waits.wait(60)
