@@ -7,14 +7,12 @@ import itertools
 import json
 import os
 import pty
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import termios
-import threading
 import time
 from pathlib import Path
 
@@ -30,37 +28,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from main import cli
 from main.pools import Shared
+from smoke import logged, results, run, smoke
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
 from studies.reference import Job
+from studies.watching import differences
 
 from jaxrec.checkpoint import images, read_manifest, verify
-from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.embedding import HostTables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = {"test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s", "examples", "steps"}
 
 
-def run(name, *flags, cwd=None):
-    command = [sys.executable, ROOT / "experiments" / f"{name}.py", *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
-
-
-def results(workdir):
-    return json.loads((workdir / "results.json").read_text())
-
-
-def logged(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tables", ["device", "host"])
 def test_train_keeps_the_contract_and_learns(tmp_path, tables):
-    done = run("train", "--preset", "smoke", "--tables", tables, "--batch-size", 512, "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "train", "--tables", tables, "--batch-size", 512)
     assert found.keys() >= RESULTS and found["steps"] == 100 and found["examples"] == 51_200
     assert 0.6 < found["test_auc"] < found["teacher_auc"]
     assert json.loads((tmp_path / "config.json").read_text())["tables"] == tables
@@ -69,14 +53,6 @@ def test_train_keeps_the_contract_and_learns(tmp_path, tables):
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     again = run("train", "--workdir", tmp_path)
     assert again.returncode != 0 and "holds a run already" in again.stderr and "Traceback" not in again.stderr
-
-
-@pytest.mark.slow
-def test_train_says_what_a_bad_file_has(tmp_path):
-    (tmp_path / "train.txt").write_text("1\t2\n" * 12)
-    for flags in ((), ("--resume",)):
-        done = run("train", "--data", "criteo", "--path", "train.txt", "--workdir", "run", *flags, cwd=tmp_path)
-        assert done.returncode != 0 and "train.txt, line 1: 2 fields" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -106,22 +82,6 @@ def read_until(stream, words):
     raise AssertionError(f"no line begins with {words}")
 
 
-def last_arrays(workdir):
-    image = read_manifest(images(workdir / "checkpoints")[0])
-    return image, load_arrays(image, leaves_of(image))
-
-
-def without_clock(rows):
-    return [{key: value for key, value in row.items() if key != "train_seconds"} for row in rows]
-
-
-def assert_equal_runs(a, b):
-    (image_a, arrays_a), (image_b, arrays_b) = last_arrays(a), last_arrays(b)
-    assert image_a.step == image_b.step and arrays_a.keys() == arrays_b.keys()
-    jax.tree.map(np.testing.assert_array_equal, arrays_a, arrays_b)
-    assert without_clock(logged(a)) == without_clock(logged(b))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "name", "code"),
@@ -141,31 +101,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, way, name, code):
     assert not (tmp_path / "cut" / "results.json").exists()
     again = run("train", *flags, "--workdir", tmp_path / "cut")
     assert again.returncode == 0 and "going on from" in again.stdout, again.stderr
-    assert_equal_runs(tmp_path / "whole", tmp_path / "cut")
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
     before = (tmp_path / "cut" / "results.json").read_bytes()
     once_more = run("train", *flags, "--workdir", tmp_path / "cut")
     assert once_more.returncode == 0 and "is complete" in once_more.stdout
     assert (tmp_path / "cut" / "results.json").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_two_ctrl_c_within_milliseconds_lose_nothing(tmp_path):
-    """At three stages of a run; every reported save exists."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    steps = 0
-    for _ in range(3):
-        child = start(tmp_path / "run", *SMALL, "--steps", 4000, "--evaluations", 800, "--resume", env=environment)
-        read_until(child.stdout, "step ")
-        child.send_signal(signal.SIGINT)
-        threading.Event().wait(0.005)
-        child.send_signal(signal.SIGINT)
-        said = child.communicate()[1]
-        assert child.returncode == 130 and "Traceback" not in said, said
-        step = int(re.search(r"stopped and saved at step (\d+)", said)[1])
-        verify(read_manifest(images(tmp_path / "run" / "checkpoints")[0]))
-        assert last_arrays(tmp_path / "run")[0].step == step > steps
-        steps = step
 
 
 @pytest.mark.slow
@@ -183,7 +123,7 @@ def test_a_closed_terminal_saves(tmp_path):
         said += os.read(terminal, 1000)
     os.close(terminal)
     assert child.wait() == 129
-    image, _ = last_arrays(tmp_path)
+    image = read_manifest(images(tmp_path / "checkpoints")[0])
     verify(image)
     assert image.step >= logged(tmp_path)[-1]["step"]
 
@@ -235,9 +175,7 @@ def test_a_disk_that_stays_full_is_told_at_the_end(tmp_path):
 
 @pytest.mark.slow
 def test_oac_equals_sync_and_its_mutants_do_not(tmp_path):
-    done = run("oac_equivalence", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "oac_equivalence")
     assert found["bitwise_equal"] and found["mutants_caught"] == found["mutants_total"] == 5
     assert found["stale_rows_miscounted"] == 0 and found["stale_fraction_max"] > 0
     assert found["broken_runs"] >= 10 and found["broken_runs_wrong"] == 0
@@ -265,9 +203,7 @@ def test_oac_throughput_compares_every_mode_in_every_regime(tmp_path):
 
 @pytest.mark.slow
 def test_oac_link_counts_the_bytes_that_it_says_are_saved(tmp_path):
-    done = run("oac_link", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "oac_link")
     for words in ("exponent_1.05_window_2", "exponent_1.05_window_4"):
         modes = ("oac", "oac_skip_both")
         moved = {mode: sum(found[f"{mode}_{end}_mb_a_batch_{words}"] for end in ("send", "fetch")) for mode in modes}
@@ -281,9 +217,7 @@ def test_oac_link_counts_the_bytes_that_it_says_are_saved(tmp_path):
 @pytest.mark.xdist_group("ray")
 def test_oac_throughput_over_servers_compares_the_modes_and_their_bits(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    done = run("oac_throughput", "--preset", "smoke", "--link", "remote", "--rounds", 1, "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "oac_throughput", "--link", "remote", "--rounds", 1)
     assert found["bitwise_equal_remote"] and found["bitwise_equal_savings_remote"]
     assert not found["bitwise_equal_async_remote"]  # negative control
     keys = (
@@ -378,9 +312,7 @@ def test_a_step_time_and_steps_make_modelled_seconds():
 
 @pytest.mark.slow
 def test_oac_time_to_accuracy_tells_steps_from_seconds(tmp_path):
-    done = run("oac_time_to_accuracy", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "oac_time_to_accuracy")
     end = "exponent_1.05"
     assert found[f"auc_loss_oac_window_4_{end}"] == 0 != found[f"auc_loss_async_window_4_{end}"]
     assert found[f"steps_to_target_oac_window_4_{end}"] == found[f"steps_to_target_sync_{end}"] <= found["steps"]
@@ -409,9 +341,7 @@ def test_time_to_accuracy_takes_each_seed_for_itself():
 @pytest.mark.slow
 def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
     flags = ("--preset", "smoke", "--workdir", tmp_path)
-    done = run("shadowsync_quality", *flags, "--seeds", 1)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "shadowsync_quality", "--seeds", 1)
     assert found["regime"] == "free-running, emulated" and found["evaluated"] == "trainer 0"
     assert 0.6 < found["test_auc_none_trainers_4"] < found["test_auc_one_replica_trainers_1"]
     assert found["spread_fr_ma_5_trainers_4"] < found["spread_none_trainers_4"]
@@ -429,10 +359,8 @@ def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
 @pytest.mark.xdist_group("ray")
 def test_shadowsync_quality_in_processes_is_compared_with_the_emulation_of_its_gaps(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    flags = ("--preset", "smoke", "--workdir", tmp_path, "--where", "processes", "--trainers", 2, "--seeds", 2)
-    done = run("shadowsync_quality", *flags, "--arms", "none", "s_easgd")
-    assert done.returncode == 0, done.stderr
-    found, rows = results(tmp_path), logged(tmp_path)
+    flags = ("--where", "processes", "--trainers", 2, "--seeds", 2, "--arms", "none", "s_easgd")
+    found, rows = smoke(tmp_path, "shadowsync_quality", *flags), logged(tmp_path)
     assert found["regime"] == "free-running, measured" and len(rows) == 2 * 5
     assert {row["arm"]: row["regime"] for row in rows if row["arm"] != "one_replica"} == {
         arm: f"free-running, {'emulated' if 'emulated' in arm else 'measured'}"
@@ -482,17 +410,14 @@ def test_the_command_in_the_results_gives_the_flags_again(name):
 
 
 def test_shadowsync_quality_plays_every_rule_in_both_forms():
-    arms = shadowsync_quality.SIZES["default"].arms
     config = shadowsync_quality.Config()
     forms = {"easgd": ("symmetric", "sequential"), "ma": ("lerp", "delta"), "bmuf": ("lerp", "delta")}
     for rule, form in [(name, form) for name in forms for form in forms[name]]:
         script = shadowsync_quality.script_of(f"s_{rule}-{form}", config)
-        assert f"s_{rule}-{form}" in arms
         assert dict(script.rule.settings)["form"] == form and script.rule.name == (
             "model_averaging" if rule == "ma" else rule
         )
         assert script.every_ticks == script.latency_ticks == config.shadow_steps
-    assert {"fr_easgd-symmetric_5", "fr_easgd-sequential_30", "fr_ma_5", "fr_bmuf_30"} <= set(arms)
     assert dict(shadowsync_quality.script_of("fr_bmuf_30", config).rule.settings)["momentum"] == config.block_momentum
     for wrong in ("s_ma_5", "fr_ma", "fr_ma_0", "s_ma-sequential", "x_ma", "s_", "fr_ma_5_5", "fr_ma_-5"):
         with pytest.raises(ValueError, match="must be none, all_reduce"):
@@ -514,15 +439,12 @@ def test_shadowsync_isolation_keeps_gaps_with_their_paces():
     assert (results["average_sync_gap_shadow_pace_0.1_s"], results["shadow_pace_0.1_s_over_no_sync"]) == (9.0, 0.5)
     assert (results["average_sync_gap_shadow_pace_0.4_s"], results["shadow_pace_0.4_s_over_no_sync"]) == (2.0, 0.25)
     assert results["average_sync_gap_blocked"] is None and results["rounds"] == 3
-    assert shadowsync_isolation.ROUNDS_AND_STEPS["default"][0] >= 24
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["ma", "easgd"])
 def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
-    done = run("shadowsync_isolation", "--preset", "smoke", "--rule", rule, "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "shadowsync_isolation", "--rule", rule)
     assert found["average_sync_gap_foreground"] >= 5 and found["average_sync_gap_shadow_back_to_back"] >= 1
     for way in ("shadow_back_to_back", "shadow_pace_0.2_s", "blocked", "foreground"):
         assert found[f"{way}_over_no_sync"] > 0
@@ -530,9 +452,7 @@ def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
 
 @pytest.mark.slow
 def test_shadowsync_stands_stress(tmp_path):
-    done = run("shadowsync_soak", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "shadowsync_soak")
     assert found["wrong"] == found["torn_values"] == found["threads_left"] == 0
     assert found["conserved_sum_error_max"] < 1e-5 and found["rounds"] > 20
     assert {row["rule"] for row in logged(tmp_path)} == set(shadowsync_soak.RULES)
@@ -544,9 +464,7 @@ def test_shadowsync_stands_stress(tmp_path):
 @pytest.mark.slow
 def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
     """150 steps; only the experiment's full 1,500 show a gain by the defaults."""
-    done = run("shadowsync_classifier", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "shadowsync_classifier")
     for model, rule in itertools.product(("linen", "nnx"), ("easgd", "ma", "bmuf")):
         assert found[f"rounds_least_{model}_s_{rule}"] > 0
         assert found[f"test_accuracy_{model}_s_{rule}"] > 0.15  # 20 classes
@@ -555,9 +473,7 @@ def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
 
 @pytest.mark.slow
 def test_cpr_overhead_models_emulates_and_measures(tmp_path):
-    done = run("cpr_overhead", "--preset", "smoke", "--seeds", 1, "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "cpr_overhead", "--seeds", 1)
     wanted = {"a_full": 8.50, "a_cpr": 0.53, "b_full": 8.20, "b_cpr": 0.68}  # the paper's percentages
     for key, percent in wanted.items():
         assert found[f"setting_{key}_percent_modelled"] == pytest.approx(percent, abs=0.01)
@@ -574,18 +490,14 @@ def test_cpr_overhead_models_emulates_and_measures(tmp_path):
 
 @pytest.mark.slow
 def test_cpr_pls_draws_a_line_for_each_scheme(tmp_path):
-    done = run("cpr_pls", "--preset", "smoke", "--schemes", "vanilla", "mfu", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "cpr_pls", "--schemes", "vanilla", "mfu")
     assert found["vanilla_runs"] == found["mfu_runs"] == 4 and found["vanilla_realized_pls_max"] > 0.5
     assert found["vanilla_slope"] > 0 and found["vanilla_correlation_ne"] > 0.5
 
 
 @pytest.mark.slow
 def test_cpr_real_cost_measures_every_way(tmp_path):
-    done = run("cpr_real_cost", "--preset", "smoke", "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "cpr_real_cost")
     ways = ("orbax_standard", "orbax_pytree", "orbax_pytree_async", "full", "full_blocking", "rows")
     assert all(found[f"{way}_save_s"] > 0 and found[f"{way}_mb"] > 0 for way in ways)
     budget = 0.125 * found["rows_of_table"]
@@ -601,9 +513,7 @@ def test_cpr_real_cost_measures_every_way(tmp_path):
     "--tables host --model dcnv2_mlperf --width 8 --batch-size 64",
 ])  # fmt: skip
 def test_throughput_measures_every_part(tmp_path, flags):
-    done = run("throughput", "--preset", "smoke", *flags.split(), "--workdir", tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = results(tmp_path)
+    found = smoke(tmp_path, "throughput", *flags.split())
     assert all(found[f"{part}_ms"] > 0 for part in ("plan", "read", "update", "put", "step", "planned_step", "gemm"))
     assert found["step_over_parts_low"] > 0 and found["planned_step_over_parts_low"] > 0
     assert found["gemm_share_of_step"] > 0 and found["peak_memory_mb"] > found["tables_and_slots_mb"]

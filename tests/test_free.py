@@ -3,7 +3,6 @@ one run, every batch is trained once, and a resumed run loses nothing."""
 
 import collections
 import itertools
-import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from free_trainers import PARAMS, SPEC, WAYS, counting, freely, lasting, stream, synchronisers
-from kills import was_killed
 from world import batch_of, interrupt_when, join_all, loss, no_threads_left
 
 from jaxrec import init_state, make_eval_step, make_mesh, make_train_step
@@ -244,14 +242,6 @@ def in_stretches(rule, lengths, trainers=2, every_steps=3, rows=ROWS):
     return states, tables.shards, memory, rounds
 
 
-def test_stretches_of_one_trainer_are_one_run():
-    (whole, tables, *_), (parts, same, *_) = (in_stretches(None, lengths, 1) for lengths in ([17], [5, 1, 11]))
-    equal((whole, tables), (parts, same))
-    assert int(parts[0].step) == 17
-    (plain,), _ = train_freely(SPEC, loss, DENSE, ROWS, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 17)])
-    equal(plain, parts[0])
-
-
 @pytest.mark.parametrize("name", cases(RULES, ["ma-lerp", "bmuf", "easgd"]))
 def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
     """Rounds fall inside, at the end of and across stretches; where all trainers meet, no one writes rows meanwhile."""
@@ -385,31 +375,12 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
         assert second.state.dense.opt_state.steps.sum() == 12
 
 
-KILLED = {"rule": bmuf(momentum=0.5), "every_steps": 3, "stretch_steps": 5}
-
-
-def _train_until_killed(directory):
-    def batches():
-        for number, batch in enumerate(stream(0, 30)):
-            if number == 17:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield batch
-
-    with engine(1, **KILLED) as trainers, Checkpointer(directory) as checkpointer:
-
-        def save(state, step, plans, metrics):
-            checkpointer.save(state)
-            checkpointer.wait()
-            return state
-
-        trained(trainers, batches(), [save])
-
-
-@pytest.mark.process
-def test_one_trainer_that_is_killed_by_signal_9_and_goes_on_is_one_run(tmp_path):
-    assert was_killed(_train_until_killed, tmp_path)
-    with engine(1, **KILLED) as whole, engine(1, **KILLED) as second:
-        trained(whole, stream(0, 30))
+def test_one_trainer_that_goes_on_from_a_save_is_one_run(tmp_path):
+    options = {"rule": bmuf(momentum=0.5), "every_steps": 3, "stretch_steps": 5}
+    with engine(1, **options) as whole, engine(1, **options) as second, Checkpointer(tmp_path) as checkpointer:
+        save = lambda state, step, plans, metrics: [step == 15 and checkpointer.save(state), state][1]
+        trained(whole, stream(0, 30), [save])
+        checkpointer.wait()
         state, image = restore(tmp_path, second.state)
         assert image.step == 15
         second.reset(state)
@@ -461,21 +432,6 @@ def test_programs_are_compiled_once_for_all_stretches_and_engines():
         first = traced["loss"]
         trained(trainers, itertools.repeat(same, 12))
     assert traced["loss"] == first
-
-
-def test_a_stream_that_raises_leaves_all_at_rest_with_what_was_trained():
-    def broken():
-        yield from stream(0, 7)
-        raise OSError("the disk is gone")
-
-    steps = []
-    hook = lambda state, step, plans, metrics: steps.append(step) or state
-    with engine(2, easgd(), stretch_steps=5, every_steps=2) as trainers:
-        with pytest.raises(OSError, match="the disk is gone"):
-            trained(trainers, broken(), [hook])
-        assert steps == [5, 7] and trainers.state.dense.opt_state.steps.sum() == 7 == trainers.step
-        trained(trainers, stream(1, 3))
-        assert trainers.step == 10 and no_threads_left()
 
 
 def test_a_hook_that_raises_leaves_a_state_to_go_on_from():

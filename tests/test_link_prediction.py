@@ -1,16 +1,13 @@
 """Link prediction: scores, loss, ranks, files and batches against plain code; a small graph is learned."""
 
 import gzip
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from smoke import logged, smoke
 
 from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples, load_triples
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
@@ -30,7 +27,6 @@ from jaxrec.models.link_prediction import (
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_state, make_train_step
 
-ROOT = Path(__file__).parent.parent
 GRAPH = generate_triples(entities=60, relations=3, clusters=6, tails=4)
 MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
 
@@ -218,13 +214,10 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
     ("text", "message"),
     [
         ("", "line 1: .* is not the number of triples"),
-        ("0 1 2\n", "line 1: .* is not the number of triples"),
         ("0\n", "line 1 says 0 triples"),
         ("3\n0 1 2\n1 2 0\n", "line 1 says 3 triples, and 2 lines follow"),
         ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
-        ("2\n0 1\n1 2 0 4\n", "line 2: '0 1' is not"),
         ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
-        ("2\n0 1 2\n1 x 0\n", "line 3: '1 x 0' is not"),
         ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),
         ("2\n0 1 2\n1 60 0\n", r"line 3: head, relation, tail are \[1, 0, 60\], but there are 60 entities"),
         ("2\n0 1 2\n1 2 3\n", r"line 3: .* 3 relations"),
@@ -326,22 +319,15 @@ def test_a_small_graph_is_learned(name, times):
     assert after > times * before
 
 
-def run_experiment(directory, *flags):
-    command = [sys.executable, ROOT / "experiments" / "oac_link_prediction.py", "--workdir", directory, *flags]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads((directory / "results.json").read_text())
-
-
 @pytest.mark.slow
 def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
-    found = run_experiment(tmp_path, "--preset", "smoke", "--epochs", "5")
+    found = smoke(tmp_path, "oac_link_prediction", "--epochs", 5)
     for mode in ("sync", "async", "oac"):
         assert {f"{key}_{mode}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
     for ratio in ("async_over_sync", "oac_over_sync", "oac_over_async"):  # measured in turns, before training
         assert 0 < found[f"{ratio}_low"] <= found[ratio] <= found[f"{ratio}_high"]
     assert found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async"]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = logged(tmp_path)
     epochs = [(row["mode"], row["epoch"]) for row in rows]
     assert epochs == [(mode, epoch) for mode in ("sync", "async", "oac") for epoch in range(1, 6)]
     assert rows[-1]["valid_mrr"] == found["valid_mrr_oac"] > 0.15

@@ -14,8 +14,7 @@ import pytest
 import train
 import train_soak
 from kills import was_killed
-from main.signals import Stopped
-from studies.watching import Ended, Process, differences, judge, rows, step_begun, steps_told
+from studies.watching import Ended, Process, differences, judge, step_begun, steps_told
 from test_runs import TINY
 from tqdm import tqdm
 from train_soak import Config, Soak
@@ -52,13 +51,19 @@ def _train_until_killed(config):
 
 
 @pytest.mark.parametrize(
-    ("cpr", "every"),
-    [("vanilla", 4), ("full", 4), ("mfu", 16), ("mfu", 1)],
+    ("cpr", "every", "more"),
+    [
+        ("vanilla", 4, {}),
+        ("full", 4, {}),
+        ("mfu", 16, {}),
+        ("mfu", 1, {}),
+        ("mfu", 16, {"shadowsync": "easgd", "sync_every_steps": 5}),
+    ],
 )
 @pytest.mark.slow
 @pytest.mark.process
-def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every):
-    config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path)
+def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every, more):
+    config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path, **more)
     assert was_killed(_train_until_killed, config)
     results = train.main(config)
     said = capsys.readouterr().out
@@ -67,30 +72,6 @@ def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, caps
     lost = steps_told(said)
     assert (differences(undisturbed, tmp_path) == []) == (lost is None) == (cpr != "mfu")
     assert ((lost or 0) > 0) == (results["pls"] > 0) == (every == 16)
-
-
-def _stopped_while_it_evaluates(config):
-    whole = train.data_of(config)
-
-    def signalled():
-        for batch in whole.validation():
-            os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
-
-    return whole._replace(validation=signalled)
-
-
-@pytest.mark.slow
-def test_free_trainers_that_were_stopped_while_they_were_evaluated_go_on(tmp_path, monkeypatch):
-    """The image has the step, but the metrics lack its row, which is added before the first stretch."""
-    config = dataclasses.replace(SMALL, tables="host", shadowsync="easgd", workdir=tmp_path, resume=True)
-    data = _stopped_while_it_evaluates(config)
-    with monkeypatch.context() as patched, pytest.raises(Stopped, match="saved at step 6"):
-        patched.setattr(train, "data_of", lambda config: data)
-        train.main(config)
-    assert not (tmp_path / "metrics.jsonl").exists()
-    train.main(config)
-    assert [row["step"] for row in rows(tmp_path)] == [6, 12]
 
 
 @pytest.mark.slow

@@ -94,41 +94,13 @@ def test_when_a_trainer_raises_all_others_stop_with_its_name(kind):
         )
 
 
-def test_with_drop_the_others_go_on_without_what_it_had_brought():
-    transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
-    late, brought = threading.Event(), waits(transport, 0)
-
-    def leaves_while_it_waits():
-        try:
-            return transport.sync_round(0, of(1000.0), False)
-        finally:
-            late.set()
-
-    def second():
-        until(brought)
-        transport.leave(0, KeyboardInterrupt())
-        assert late.wait(60)
-        return transport.sync_round(1, of(2.0), False)
-
-    gone, one, two = in_threads(
-        leaves_while_it_waits, second, lambda: late.wait(60) and transport.sync_round(2, of(4.0), False)
-    )
-    assert isinstance(gone, PeerLeft) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
-    for target, last in (one, two):
-        np.testing.assert_array_equal(target["w"], of(3.0)["w"])
-        assert not last
-    with pytest.raises(PeerLeft, match="trainer 0 left"):
-        transport.sync_round(0, of(0.0), False)
-
-
 def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
     transport = joined(AllToAll(MEAN, PARAMS, 3, on_failure="drop"), 0, 1, 2)
-
     both_have_brought = waits(transport, 0, 1)
 
     def leaves_and_meets():
         until(both_have_brought)
-        transport.leave(0)
+        transport.leave(0, KeyboardInterrupt())
         return transport.sync_round(2, of(4.0), False)
 
     gone, one, two = in_threads(
@@ -136,8 +108,10 @@ def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
         lambda: transport.sync_round(1, of(2.0), False),
         leaves_and_meets,
     )
-    assert isinstance(gone, PeerLeft)
-    assert [target["w"][0, 0] for target, _ in (one, two)] == [3.0, 3.0]
+    assert isinstance(gone, PeerLeft) and "trainer 0 left after its round 0 with KeyboardInterrupt" in str(gone)
+    assert [(target["w"][0, 0], last) for target, last in (one, two)] == [(3.0, False)] * 2
+    with pytest.raises(PeerLeft, match="trainer 0 left"):
+        transport.sync_round(0, of(0.0), False)
 
 
 def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(clock):

@@ -274,17 +274,10 @@ def test_dlrm_and_its_gradient_are_those_of_the_plain_formulation():
     """Feature-major towers and hand-written gradients change the order of sums only."""
 
     def plain(params, dense, activations):
-        def mlp(x, tower):
-            for n in range(len(tower) // 2):
-                x = jax.nn.relu(x @ tower[f"kernel_{n}"] + tower[f"bias_{n}"][None])
-            return x
-
         params = params["params"]
-        bottom = mlp(dense, params["bottom_tower"])
-        vectors = jnp.concatenate([bottom[:, None], activations], axis=1)
-        i, j = np.tril_indices(F + 1, -1)
-        pairs = jnp.einsum("bie,bje->bij", vectors, vectors)[:, i, j]
-        x = mlp(jnp.concatenate([bottom, pairs], axis=1), params["top_tower"])
+        bottom = plain_tower(params["bottom_tower"], dense)
+        pairs = plain_interaction(bottom, activations)
+        x = plain_tower(params["top_tower"], jnp.concatenate([bottom, pairs], axis=1))
         return (x @ params["kernel"] + params["bias"][None])[:, 0]
 
     model, (dense, activations) = DLRM((32, 16, E), (32, 16, 1)), inputs()

@@ -13,6 +13,7 @@ import pytest
 import retrieval
 from main.signals import Asked, Stopped
 from retrieval import ITEM, PLACE, USER, Config, Size, clicks_of, in_batches, ranked, size_of, towers_of, train
+from smoke import smoke
 
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import activations, plan
@@ -223,11 +224,7 @@ def test_a_run_goes_on_seed_by_seed_and_trains_nothing_twice(tmp_path):
 
 @pytest.mark.slow
 def test_towers_are_between_popularity_and_the_best_possible(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--preset", "smoke", "--workdir", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = smoke(tmp_path, "retrieval")
     of = lambda way: found[f"{way}_recall_at_10"]
     assert of("teacher") > of("corrected") > 1.1 * of("popularity") > 5 * of("chance")
     assert of("plain") < of("popularity") < of("plain_with_share") and found["oac_equals_corrected"]

@@ -24,9 +24,9 @@ from main.cli import Flags, Run
 from main.run_dir import to_json
 from main.saving import PeriodicSaves
 from main.signals import STOPPING, Stopped, stop_on_signals
+from studies.watching import differences
 
 from jaxrec.checkpoint import images, read_manifest
-from jaxrec.checkpoint.format import leaves_of, load_arrays
 
 ROOT = Path(__file__).parent.parent
 
@@ -203,8 +203,6 @@ def test_a_lost_exception_is_raised_again_before_training():
     ("signals", "requeue", "code"),
     [
         (("SIGTERM",), False, 143),
-        (("SIGINT",), False, 130),
-        (("SIGHUP",), False, 129),
         (("SIGTERM",), True, 75),
         (("SIGINT", "SIGTERM", "SIGINT", "SIGINT"), False, 130),
     ],
@@ -339,23 +337,10 @@ def test_the_account_goes_on_in_the_next_process():
 TINY = train.Config(preset="smoke", rows=500, batch_size=64, steps=12, evaluations=4, embedding_width=8)
 
 
-def arrays_of(directory):
-    image = read_manifest(images(directory / "checkpoints")[0])
-    return image.step, load_arrays(image, leaves_of(image))
-
-
 def rows_of(directory):
     path = directory / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [{key: value for key, value in json.loads(line).items() if key != "train_seconds"} for line in lines]
-
-
-def assert_equal(a, b):
-    (step_a, arrays_a), (step_b, arrays_b) = arrays_of(a), arrays_of(b)
-    assert step_a == step_b and arrays_a.keys() == arrays_b.keys()
-    for name, array in arrays_a.items():
-        np.testing.assert_array_equal(array, arrays_b[name], err_msg=name)
-    assert rows_of(a) == rows_of(b)
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +427,6 @@ def disturbed(whole, config, where, at):
             ("train", 0),
             ("validation", 0),
             ("last validation", 1),
-            ("test", 1),
         ]
     ],
 )
@@ -454,13 +438,13 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
         train.main(config)
     if where != "data":
         step = int(str(stopped.value).split("saved at step ")[1].split(";")[0])
-        assert step == arrays_of(tmp_path)[0] and 0 < step <= 12
+        assert step == read_manifest(images(tmp_path / "checkpoints")[0]).step and 0 < step <= 12
         logged = [row["step"] for row in rows_of(tmp_path)]
         assert max(logged, default=0) <= step
         assert where in ("train", "test") or step not in logged  # stopped half way
     monkeypatch.setattr(train, "data_of", whole)
     results = train.main(dataclasses.replace(config, resume=True))
-    assert_equal(undisturbed, tmp_path)
+    assert differences(undisturbed, tmp_path) == []
     assert results["saves_failed"] == 0 and results["last_state_saved"]
     said = capsys.readouterr().out
     assert ("begins at step 0" if where == "data" else "going on from") in said

@@ -1,17 +1,12 @@
 """Trainers in simulated time obey closed-form limits; the experiment keeps its contract."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import shadowsync_scaling as scaling
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from smoke import logged, smoke
 from studies import shadow_protocol as protocol
 
-ROOT = Path(__file__).parent.parent
 STEP = 0.05
 WAYS = st.sampled_from(list(protocol.WAYS))
 
@@ -84,10 +79,7 @@ def test_a_wrong_bandwidth_is_seen_in_the_error():
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_experiment_keeps_its_contract(tmp_path):
-    command = [sys.executable, ROOT / "experiments" / "shadowsync_scaling.py", "--preset", "smoke"]
-    done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = smoke(tmp_path, "shadowsync_scaling")
     assert found["regime"] == "free-running"
     assert {key.split("_")[0] for key in found} == {"command", "regime", "measured", "emulated", "simulated"}
     assert all(key.startswith("emulated_sleep_") for key in found if key.startswith("emulated"))
@@ -101,5 +93,4 @@ def test_the_experiment_keeps_its_contract(tmp_path):
         assert found[f"{kind}_examples_per_s_s_easgd_{many}"] > 0
         assert (tmp_path / f"{kind}.png").stat().st_size > 10_000
     assert found["simulated_over_emulated_sleep_error_max"] > 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {row["kind"] for row in rows} == {"measured", "emulated_sleep", "simulated"}
+    assert {row["kind"] for row in logged(tmp_path)} == {"measured", "emulated_sleep", "simulated"}

@@ -16,11 +16,12 @@ from meetings import (
     Once,
     Steps,
     folded,
+    in_threads,
     state_of,
     step,
     weights,
 )
-from world import at_line, is_inside, join_all, no_threads_left, until, workers
+from world import at_line, is_inside, no_threads_left, until, workers
 
 import jaxrec
 from jaxrec.interrupts import wait
@@ -82,38 +83,23 @@ def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
         assert foreground.rounds == rounds == 4 and foreground.average_sync_gap == 3
 
 
-def run_trainers(rule, transport, steps, change=1.0):
-    """Run free-running trainers, each a thread with its own shadow; return their last states, and errors."""
-    states, errors = {}, {}
-
-    def train(trainer, number):
-        try:
-            state = state_of(float(trainer))
-            with Shadow(transport, trainer) as shadow:
-                for _ in range(number):
-                    state = shadow.exchange(step(state, change))
-                states[trainer] = shadow.finish(state)
-        except Exception as error:
-            errors[trainer] = error
-
-    threads = [threading.Thread(target=train, args=item) for item in enumerate(steps)]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
-    assert no_threads_left()
-    return states, errors
-
-
 def test_free_running_easgd_keeps_the_sum():
-    rule = easgd(0.4)
     initial = {"w": np.full(3, 9.0, np.float32), "b": np.zeros(2, np.float32)}
-    centre = Ends(Centre(rule, initial, 4, servers=2))
-    states, errors = run_trainers(rule, centre, [50, 5, 120, 70], change=0.0)
-    assert not errors
+    centre = Ends(Centre(easgd(0.4), initial, 4, servers=2))
+
+    def train(trainer, steps):
+        state = state_of(float(trainer))
+        with Shadow(centre, trainer) as shadow:
+            for _ in range(steps):
+                state = shadow.exchange(step(state, 0.0))
+            return shadow.finish(state)
+
+    states = in_threads(*[lambda item=item: train(*item) for item in enumerate([50, 5, 120, 70])])
+    for state in states:
+        np.testing.assert_array_equal(state.dense.params["w"][0], centre.parameters["w"])
     total = sum(centre.ends.values()) + centre.parameters["w"][0]
     np.testing.assert_allclose(total, 0 + 1 + 2 + 3 + 9, rtol=1e-5)
-    for state in states.values():
-        np.testing.assert_array_equal(state.dense.params["w"][0], centre.parameters["w"])
+    assert no_threads_left()
 
 
 def test_lock_step_replicas_of_a_mesh_are_averaged_where_they_lie():
@@ -144,17 +130,6 @@ def test_the_model_of_a_run_is_the_mean_of_its_replicas():
         name: (leaf.dtype, leaf.sharding) for name, leaf in state.dense.params.items()
     }
     assert np.asarray(state.dense.params["w"]).tolist() == params["w"].tolist()
-
-
-def rounds_of(shadow, steps, state, number):
-    """Let rounds happen one by one (copy, round, fold); return the state, and the weights after each fold."""
-    states = []
-    for _ in range(number):
-        steps.begin.release()
-        state = folded(shadow, state)
-        states.append(weights(state).copy())
-        state = step(state)
-    return state, states
 
 
 def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
@@ -196,25 +171,6 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
     assert len(steps.brought) == 2  # 1, 9 -> half way to 4 -> half way to their mean, 4.5
     assert weights(state).tolist() == [3.5, 5.5]
     assert shadow.rounds == 1 and shadow.bytes == 2 * 2 * (3 + 2) * 4  # neither counts the last round
-
-
-def test_the_state_of_bmuf_goes_on_from_round_to_round():
-    """Compared with the equations written out, from initial parameters of 0."""
-    rule = bmuf(0.5, eta=0.8, momentum=0.5, form="lerp")
-    steps = Steps(AllToAll(rule, PARAMS))
-    with Shadow(steps) as shadow:
-        state = shadow.exchange(state_of(4.0, 8.0))
-        state, found = rounds_of(shadow, steps, state, 7)
-        assert shadow.rounds == 7
-    live, before, v, g = np.array([4.0, 8.0]), np.array([4.0, 8.0]), 0.0, 0.0
-    for number in range(7):
-        v = 0.5 * v + 0.8 * (before.mean() - g)
-        g = g + v
-        live = 0.5 * live + 0.5 * g
-        np.testing.assert_allclose(found[number], live, rtol=1e-5)
-        before, live = live, live + 1
-        if number == 0:
-            assert v == pytest.approx(4.8)
 
 
 def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():

@@ -90,18 +90,8 @@ def test_a_signal_before_a_run_has_begun_says_how_to_go_on_too(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
-    words = [
-        "--preset",
-        "smoke",
-        "--vary",
-        *FLAGS["vary"],
-        "--fixed",
-        *TINY,
-        "--seeds",
-        "1",
-        "--workdir",
-        str(tmp_path),
-    ]
+    words = ["--preset", "smoke", "--seeds", "1", "--workdir", str(tmp_path)]
+    words += ["--vary", *FLAGS["vary"], "--fixed", *TINY]
     process = subprocess.Popen([sys.executable, str(SCRIPT), *words], stderr=subprocess.PIPE, text=True)
     log = tmp_path / "row-learning-rate=0.02_0.log"
     while not log.exists():  # created when the first run begins

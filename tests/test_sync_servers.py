@@ -85,30 +85,6 @@ def test_scripted_rounds_have_the_bits_of_threads(name, sync_servers):
     assert not same(of_servers[0][0], of_servers[-1][0])
 
 
-def test_symmetric_easgd_keeps_the_sum_over_trainers_and_centre_and_model_averaging_the_mean():
-    rng = np.random.default_rng(0)
-    handles = sync_servers_of(RULES["easgd"], 2, 2)
-    clients = [SyncClient(RULES["easgd"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
-    live = [brought(i) for i in (0, 1)]
-    centre = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
-    wanted = {name: live[0][name][0] + live[1][name][0] + centre[name] for name in PARAMS}
-    for _ in range(20):
-        i = int(rng.integers(2))
-        target, _ = clients[i].sync_round(i, live[i], False)
-        new = {n: RULES["easgd"].merge(live[i][n], live[i][n], target[n]) for n in PARAMS}
-        centre = {n: centre[n] + (live[i][n] - new[n])[0] for n in PARAMS}  # plus the move of the trainer
-        live[i] = new
-    for name in PARAMS:
-        np.testing.assert_allclose(live[0][name][0] + live[1][name][0] + centre[name], wanted[name], rtol=1e-5)
-    now = clients[0].sync_round(0, live[0], False)[0]
-    np.testing.assert_allclose(now["a"][0], centre["a"], rtol=1e-5, atol=1e-6)  # the centre held by the sync servers
-    handles = sync_servers_of(RULES["ma"], 2)
-    clients = [SyncClient(RULES["ma"], PARAMS, i, 1, handles, 20.0) for i in (0, 1)]
-    (one, _), (other, _) = rounds(clients, [((0, 1), False)])
-    assert same(one, other)
-    np.testing.assert_allclose(one["c"], (brought(0)["c"] + brought(1)["c"]) / 2, rtol=1e-6)
-
-
 def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor():
     rule = RULES["ma"]
     (handle,) = sync_servers_of(rule, 2)

@@ -1,6 +1,5 @@
 """Properties shared by shadow and foreground: dtypes, devices, other leaves, the order of calls."""
 
-import threading
 import time
 
 import jax
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import PARAMS, Steps, folded, state_of, weights
-from world import join_all, no_threads_left
+from meetings import PARAMS, Steps, folded, in_threads, state_of, weights
+from world import no_threads_left
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -106,28 +105,23 @@ def nnx_of(value):
 def test_flax_states_are_synchronised_as_they_come(of, kind):
     """Two trainers, one thread each, of one replica without a replica axis."""
     rule, more = model_averaging(1.0), {"every_steps": 1} if kind is Foreground else {}
-    transport, found = AllToAll(rule, of(0.0)[0], 2), {}
+    transport = AllToAll(rule, of(0.0)[0], 2)
 
     def train(trainer):
         state, kernel = of(10.0 * trainer)
         with kind(transport, trainer, **more) as synchroniser:
             while synchroniser.rounds < 2:
                 state = synchroniser.exchange(state)
-            found[trainer] = kernel(state), kernel(synchroniser.finish(state)), state
+            return kernel(synchroniser.finish(state)), state
 
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
-    assert sorted(found) == [0, 1]
-    for trainer in (0, 1):
-        np.testing.assert_array_equal(found[trainer][1], np.full((3, 2), 5.0))
-        assert jax.tree.structure(found[trainer][2]) == jax.tree.structure(of(0.0)[0])
+    for ended, state in in_threads(lambda: train(0), lambda: train(1)):
+        np.testing.assert_array_equal(ended, np.full((3, 2), 5.0))
+        assert jax.tree.structure(state) == jax.tree.structure(of(0.0)[0])
 
 
 def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays():
     """Large aligned arrays, which a CPU device adopts without a copy."""
-    rule, size, found = easgd(0.5), 1 << 16, {}
+    rule, size = easgd(0.5), 1 << 16
     initial = {"w": jnp.zeros(size)}
     centre = Centre(rule, initial, 3)
     train = jax.jit(lambda params: {"w": params["w"] + 1.0}, donate_argnums=0)
@@ -143,14 +137,9 @@ def test_a_training_function_that_donates_reads_and_writes_nobody_elses_arrays()
         ended = np.array(params["w"])
         for _ in range(20):
             params = train(params)
-        found[trainer] = ended, float(params["w"][0])
+        return ended, float(params["w"][0])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
-    assert sorted(found) == [0, 1, 2]
-    for ended, later in found.values():
+    for ended, later in in_threads(*[lambda i=i: run(i) for i in range(3)]):
         np.testing.assert_array_equal(ended, centre.parameters["w"])
         assert later == pytest.approx(ended[0] + 20, rel=1e-5)
 

@@ -160,33 +160,6 @@ def test_what_a_round_of_a_dropped_trainer_raises_is_told_once():
     assert ["cable" in str(each.message) for each in told] == [True]
 
 
-def test_a_transport_that_never_returns_does_not_keep_training_from_leaving():
-    entered, wake = threading.Event(), threading.Event()
-
-    class Stuck(AllToAll):
-        def sync_round(self, trainer, before, done):
-            entered.set()
-            assert wake.wait(60)
-            return super().sync_round(trainer, before, done)
-
-    def broken():
-        for batch in stream(0, 20_000):
-            if entered.is_set():
-                raise OSError("the disk is gone")
-            yield batch
-
-    tables, make = (
-        HostTables.create(SPEC, sgd(0.1)),
-        synchronisers(Shadow, model_averaging(), 1, of=Stuck, timeout_s=0.2),
-    )
-    with pytest.raises(OSError, match="the disk is gone"):
-        freely(tables, [broken()], make)
-    left = workers()
-    wake.set()
-    join_all(left)
-    assert ["shadow-0"] == [thread.name for thread in left] and no_threads_left()
-
-
 @pytest.mark.parametrize("rule", [model_averaging(), easgd()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_a_trainer_whose_stream_blocks_is_dropped_and_left_behind_by_name(kind, rule, monkeypatch):

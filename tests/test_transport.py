@@ -7,16 +7,13 @@ import tracemalloc
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from meetings import in_threads, joined, of, waits
+from meetings import Around, in_threads, joined, of, waits
 from world import is_inside, until
 
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
-from jaxrec.shadowsync import Emulation, Foreground, PeerLeft, Script, Shadow
-from jaxrec.shadowsync.rules import Rule, bmuf, easgd, model_averaging
+from jaxrec.shadowsync import Foreground, PeerLeft, Shadow
+from jaxrec.shadowsync.rules import Rule, easgd, model_averaging
 from jaxrec.shadowsync.transport import AllToAll, Centre, pack, queued
-from jaxrec.types import Batch
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 MEAN = model_averaging(1.0)
@@ -36,11 +33,8 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
     rule, more = easgd(0.5), {"every_steps": 1} if kind is Foreground else {}
     centre, early_waits = Centre(rule, PARAMS, 2), threading.Event()
 
-    class Told:
-        """The same centre; sets early_waits when trainer 0 begins to wait at its end."""
-
-        def __getattr__(self, name):
-            return getattr(centre, name)
+    class Told(Around):
+        """Sets early_waits when trainer 0 begins to wait at its end."""
 
         def sync_round(self, trainer, before, done):
             if done and trainer == 0:
@@ -48,7 +42,7 @@ def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
             return centre.sync_round(trainer, before, done)
 
     def train(trainer):
-        with kind(Told(), trainer, **more) as synchroniser:
+        with kind(Told(centre), trainer, **more) as synchroniser:
             state = {"w": jnp.full((1 + trainer, 3), 1000.0 * trainer)}
             if trainer:
                 assert early_waits.wait(60)
@@ -111,51 +105,6 @@ def test_servers_share_the_tensors_and_their_bandwidth():
         return time.monotonic() - start
 
     assert seconds(servers=1) >= 0.4 and seconds(servers=2) >= 0.2
-
-
-def test_bmuf_with_momentum_is_that_of_the_emulation_over_many_rounds():
-    """Steps that do not depend on parameters, rounds without latency; BMUF starts at the initial parameters."""
-    rule, n, every, ticks = bmuf(0.6, eta=0.9, momentum=0.5), 3, 2, 16
-    spec = EmbeddingSpec({"item": Table(8, 4)}, {"item": Lookup("item")}, shards=1)
-    walk = lambda params, activations, batch: -params["w"].sum() * batch.label
-    initial = {"w": jnp.full(4, 2.0)}
-    rng = np.random.default_rng(0)
-    batch = lambda label: Batch(
-        {"item": np.zeros(2, np.int32)}, np.zeros((2, 0), np.float32), np.full(2, label), np.ones(2, np.float32)
-    )
-    labels = rng.random((ticks, n)).astype(np.float32)
-    emulation = Emulation(spec, walk, optax.sgd(1.0), sgd(0.0), initial, n, script=Script(rule, every))
-    emulation.run([batch(label) for tick in labels for label in tick])
-
-    transport = AllToAll(rule, initial, n)
-
-    def train(trainer):
-        params = initial
-        with Foreground(transport, trainer, every_steps=every) as foreground:
-            foreground.exchange(params)  # the emulation applies a result one tick later
-            for label in labels[:-1, trainer]:
-                params = foreground.exchange({"w": params["w"] + label})
-            return params["w"] + labels[-1, trainer], foreground.rounds
-
-    for trainer, (w, rounds) in enumerate(in_threads(*[lambda i=i: train(i) for i in range(n)])):
-        assert rounds == ticks // every
-        np.testing.assert_allclose(w, emulation.dense[trainer].params["w"], rtol=1e-5)
-
-
-def test_fifty_trainers_meet():
-    transport, rounds = AllToAll(model_averaging(0.5, "delta"), PARAMS, 50), 5
-
-    def train(trainer):
-        with Foreground(transport, trainer, every_steps=1) as foreground:
-            state = {"w": jnp.full(3, float(trainer))}
-            for _ in range(rounds):
-                state = foreground.exchange(state)
-            return foreground.finish(state)
-
-    found = in_threads(*[lambda i=i: train(i) for i in range(50)])
-    values = np.array([float(state["w"][0]) for state in found])
-    np.testing.assert_allclose(values.mean(), 24.5, rtol=1e-5)
-    np.testing.assert_allclose(values - 24.5, (np.arange(50) - 24.5) * 0.5 ** (rounds + 1), atol=1e-4)
 
 
 def summing(act):

@@ -122,4 +122,5 @@ def _with_lifetime(kind):
         def process_id(self):
             return os.getpid()
 
+    WithLifetime.__name__ = kind.__name__  # by which `ps` and Ray's logs name the process
     return WithLifetime

@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import multiprocessing
-import os
 import re
 import signal
 import threading
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kills import kill_at_call
 
 from jaxrec.data import sources
 from jaxrec.data.criteo import encode, open_split, preparation, prepare
@@ -119,25 +119,15 @@ GOOD = lines(1, missing=0)[0].split("\t")
 BAD = {
     "too few fields": (lambda f, i: f[:i] + f[i + 1 :], "39 fields, but a row has 40"),
     "too many fields": (lambda f, i: [*f[:i], "7", *f[i:]], "41 fields, but a row has 40"),
-    "no fields": (lambda f, i: [""], "1 fields, but a row has 40"),
     "label 2": (lambda f, i: ["2", *f[1:]], "label '2', but a label is 0 or 1"),
     "label empty": (lambda f, i: ["", *f[1:]], "label '', but"),
-    "label 01": (lambda f, i: ["01", *f[1:]], "label '01', but"),
     "fraction": (lambda f, i: [*f[:3], "1.5", *f[4:]], "I3 is '1.5', but a dense feature is an integer"),
     "huge": (lambda f, i: [*f[:3], "9" * 30, *f[4:]], "I3 is '9999"),
-    "nineteen digits": (lambda f, i: [*f[:3], "-" + "1" * 19, *f[4:]], "I3 is '-1111"),
-    "exponent": (lambda f, i: [*f[:3], "1e5", *f[4:]], "I3 is '1e5'"),
-    "minus": (lambda f, i: [*f[:3], "-", *f[4:]], "I3 is '-'"),
-    "minus inside": (lambda f, i: [*f[:16], "a-1", *f[17:]], "C3 is 'a-1'"),
-    "word": (lambda f, i: [*f[:13], "abc", *f[14:]], "I13 is 'abc'"),
     "not hexadecimal": (lambda f, i: [*f[:14], "xyz", *f[15:]], "C1 is 'xyz', but a category has up to 8 hexa"),
     "long hexadecimal": (lambda f, i: [*f[:39], "123456789"], "C26 is '123456789'"),
     "quoted": (lambda f, i: [*f[:20], '"0a"', *f[21:]], "C7 is '\"0a\"'"),
-    "signed": (lambda f, i: [*f[:20], "+0a", *f[21:]], "C7 is '\\+0a'"),
     "beyond ascii": (lambda f, i: [*f[:20], "é", *f[21:]], "C7 is "),
     "carriage return": (lambda f, i: [*f[:2], "5\r", *f[3:]], r"I2 is '5\\r'"),
-    "long with zeros": (lambda f, i: [*f[:20], "0" * 9, *f[21:]], "C7 is '000000000'"),
-    "blanks": (lambda f, i: [*f[:2], " 5", *f[3:]], "I2 is ' 5'"),
 }
 
 
@@ -190,12 +180,8 @@ def test_empty_truncated_and_missing_files_are_named(tmp_path):
     (tmp_path / "flipped.gz").write_bytes(whole[:500] + bytes([whole[500] ^ 255]) + whole[501:])
     with pytest.raises(ValueError, match="truncated or corrupt"):
         list(read_chunks([tmp_path / "flipped.gz"]))
-    with pytest.raises(ValueError, match="sources is empty"):
-        prepare([], tmp_path / "b")
     with pytest.raises(ValueError, match="every row is malformed"):
         prepare([write(tmp_path / "bad.txt", ["x"] * 5)], tmp_path / "c", max_bad_rows=5)
-    with pytest.raises(ValueError, match="is no file"):
-        prepare([tmp_path / "nowhere.txt"], tmp_path / "b")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +203,6 @@ def test_a_directory_belongs_to_one_preparation(tmp_path):
     assert prepare([path], tmp_path / "out", **SMALL) == first
     with pytest.raises(ValueError, match="with other min_count"):
         prepare([path], tmp_path / "out", min_count=2, **SMALL)
-    write(path, lines(100, seed=1))
-    with pytest.raises(ValueError, match="with other sources"):
-        prepare([path], tmp_path / "out", **SMALL)
     with pytest.raises(ValueError, match="no split 'valid'"):
         open_split(tmp_path / "out", "valid")
     (tmp_path / "out" / "criteo-train.array_record-00001").unlink()
@@ -240,23 +223,8 @@ RULE_OF_A_LINE = re.compile(rb"[01](\t(-?[0-9]{1,18})?){13}(\t([0-9a-fA-F]{1,8})
 )
 def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
     good = GOOD[:1] + ["5"] * DENSE + ["0a"] * FIELDS
-    odd = ["", "0", "-", "--1", "-0", "007", " 1", "1 ", "1e3", "1_0", "0x1f", "9" * 18, "-" + "9" * 18, "1" * 19]
-    odd += [
-        "0" * 19,
-        "0" * 9,
-        "0A",
-        "ffffffff",
-        "100000000",
-        "-1",
-        "NaN",
-        "null",
-        '""',
-        "\\N",
-        "\0",
-        "\x0b",
-        "\r",
-        "a\rb",
-    ]
+    odd = ["", " 1", "1 ", "\0", "\x0b", "\r", "a\rb", "9" * 18, "-" + "9" * 18, "1" * 19, "0" * 19, "0" * 9]
+    odd += '0 - --1 -0 -1 a-1 007 1e3 1_0 0x1f 0A ffffffff 100000000 NaN null "" \\N'.split()
     for field in fields:
         for value in odd:
             line = "\t".join([*good[:field], value, *good[field + 1 :]]).encode()
@@ -266,20 +234,7 @@ def test_the_quick_check_of_a_chunk_agrees_with_the_rule_of_a_line(fields):
 
 
 def _prepare_and_die(path, out, arguments, die_at):
-    """Prepare a file, and kill this process with SIGKILL at the die_at-th rename or fsync."""
-    count = 0
-
-    def counted(function):
-        def call(*args):
-            nonlocal count
-            count += 1
-            if count == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args)
-
-        return call
-
-    os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+    kill_at_call(die_at)
     prepare([path], out, **arguments)
 
 

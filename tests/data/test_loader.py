@@ -61,18 +61,6 @@ def test_every_epoch_is_a_permutation_of_the_rows(kwargs):
             assert not b.dense[~real].any() and not b.label[~real].any()
 
 
-@given(loaders, st.data())
-def test_seek_continues_exactly(kwargs, data):
-    whole = list(make(kwargs))
-    position = data.draw(st.integers(0, len(whole)))
-    loader = make(kwargs)
-    loader.seek(position)
-    for number, (a, b) in enumerate(zip(whole[position:], loader, strict=True), position + 1):
-        assert loader.position() == number
-        np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
-        np.testing.assert_array_equal(a.weight, b.weight)
-
-
 class RichBlocks(Blocks):
     """Blocks with several lookups, one of them multi-hot with padding, and weights."""
 
@@ -86,14 +74,15 @@ class RichBlocks(Blocks):
 
 
 @given(loaders, st.data())
-def test_weights_hots_and_several_lookups_stay_with_their_rows(kwargs, data):
+def test_from_any_position_weights_hots_and_several_lookups_stay_with_their_rows(kwargs, data):
     kwargs = dict(kwargs)
     plain, source = make(kwargs), RichBlocks(kwargs.pop("sizes"))
     loader = Loader(source, kwargs.pop("batch_size"), **kwargs)
     whole = list(plain)
     position = data.draw(st.integers(0, len(whole)))
     loader.seek(position)
-    for a, b in zip(whole[position:], loader, strict=True):
+    for at, (a, b) in enumerate(zip(whole[position:], loader, strict=True), position + 1):
+        assert loader.position() == at
         real, number = a.weight > 0, a.ids["sparse"][:, 0]
         np.testing.assert_array_equal(b.weight, np.where(real, number % 3 / 2, 0))
         assert b.weight.dtype == np.float32 and set(b.ids) == {"pair", "bag", "one"}
@@ -179,13 +168,6 @@ def test_shuffles_differ_by_seed_and_epoch():
 
     assert order(0) == order(0) != order(1)
     assert order(0, 2)[:200] != order(0, 2)[200:]
-
-
-def test_a_loader_goes_on_where_it_was_left():
-    loader = Loader(Blocks([5, 5]), 2)
-    first = [b.ids["sparse"][0, 0] for b, _ in zip(loader, range(2), strict=False)]
-    assert first == [0, 2]
-    assert [b.ids["sparse"][0, 0] for b in loader][-1] == 8
 
 
 @pytest.mark.parametrize(

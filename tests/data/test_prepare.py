@@ -1,6 +1,5 @@
 """prepare.py as a user sees it: every failure is one line and an exit code, and nothing is lost."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from smoke import smoke
 from test_criteo import digests, lines, write
 
 from jaxrec.data.criteo import prepare
@@ -160,22 +160,6 @@ def test_missing_rights_end_in_a_line(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.slow
-def test_a_damaged_vocabulary_ends_in_a_line_and_its_remedy_works(tmp_path):
-    path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
-    whole = prepare([path], tmp_path / "whole")
-    prepare([path], out)
-    (out / "dataset_info.json").unlink()  # as if killed before the last rename
-    vocabulary = out / "vocabulary.npz"
-    vocabulary.write_bytes(vocabulary.read_bytes()[:-100])
-    done = run("--sources", path, "--directory", out)
-    assert done.returncode == 1 and f"{vocabulary} is cut or damaged" in one_line(done.stderr)
-    vocabulary.unlink()  # as the message advises
-    done = run("--sources", path, "--directory", out)
-    assert done.returncode == 0 and prepare([path], out) == whole and digests(out) == digests(tmp_path / "whole")
-
-
-@pytest.mark.process
 def test_a_good_run_prints_its_figures(tmp_path):
     done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
     assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout
@@ -184,10 +168,7 @@ def test_a_good_run_prints_its_figures(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_what_preparing_takes_is_measured_of_each_format(tmp_path):
-    command = [sys.executable, ROOT / "experiments" / "preparation_rate.py", "--preset", "smoke"]
-    done = subprocess.run([*command, "--workdir", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = smoke(tmp_path, "preparation_rate")
     for name in ("criteo", "csv", "parquet"):
         assert found[f"{name}_rows_per_s"] > 0 and 0.05 < found[f"{name}_peak_gb"] < 8
         assert found[f"{name}_loader_examples_per_s"] > found[f"{name}_rows_per_s"]

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import tensorflow_datasets as tfds
 
-from jaxrec.data.tabular import ByFile, Categorical, Dense, MultiHot, Schema, open_table, prepare
+from jaxrec.data.tabular import open_table
 from jaxrec.data.tabular.records import export_records
 
 ROOT = Path(__file__).parents[2]
@@ -123,17 +123,3 @@ def test_prepare_reads_a_data_set_of_tfds_by_a_schema(prepared, tmp_path):
         assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
     done = run_prepare(tmp_path, "--sources", "tfds:tiny_clicks", "--directory", "other")
     assert done.returncode == 1 and "are of --schema" in done.stderr
-
-
-def test_a_prepared_table_is_that_of_the_records(prepared, tmp_path):
-    split = ByFile(train=("train.parquet",), test=("test.parquet",))
-    features = [Categorical("user/name", min_count=1), Dense("price"), MultiHot("tags", at_most=3)]
-    schema = Schema(label="click", features=features, split=split)
-    files = export_records("tiny_clicks", (), schema.used, tmp_path / "records", data_directory=prepared)
-    prepare(files, tmp_path / "table", schema)
-    block = open_table(tmp_path / "table", "test")[0]
-    wanted = [example for _, example in examples("test", 10)]
-    # tfds shuffles examples by their keys, so sums are compared instead of the order.
-    assert block["label"].sum() == sum(example["click"] for example in wanted)
-    assert block["dense"].sum() == pytest.approx(sum(example["price"] for example in wanted), rel=1e-5)
-    assert (block["ids"]["tags"] >= 0).sum() == sum(len(example["tags"]) for example in wanted)
