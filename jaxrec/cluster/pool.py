@@ -247,6 +247,7 @@ class TrainerPool:
 
         Raises:
           ValueError: the pool does not save.
+          OSError: it was not saved, as the disk is full or a server is dead; older images are unchanged.
         """
         self._tables.save(self._saved_with)
 
@@ -485,6 +486,7 @@ class PoolTables:
         if self._directory is not None and save_every_seconds is not None:
             self._saver = Checkpointer(self._directory, copy="shards", run=run)
         self._saving: threading.Thread | None = None
+        self._failure: Exception | None = None  # of the last save
         self._saved_at = time.monotonic()
 
     @property
@@ -538,16 +540,18 @@ class PoolTables:
         """Save an image now, and wait for it; `saved_with` as for `restore_lost`.
 
         Raises:
-          ValueError: there is nothing to save with.
+          ValueError, OSError: as for `TrainerPool.save`.
         """
         if self._saver is None:
             raise ValueError("this pool does not save: give directory= and save_every_seconds=.")
         if self._saving is not None:
             self._saving.join()
         self._start_save(*saved_with()).join()
+        if self._failure is not None:
+            raise OSError(f"an image was not saved: {self._failure}") from self._failure
 
     def _start_save(self, leaves, extra):
-        self._saved_at = time.monotonic()
+        self._saved_at, self._failure = time.monotonic(), None
         args = self._saver, leaves, extra
         self._saving = threading.Thread(target=self._save, args=args, name="pool-saves", daemon=True)
         self._saving.start()
@@ -561,6 +565,7 @@ class PoolTables:
             saver.save(TrainState(DenseState(jnp.asarray(step, jnp.int32), one, ()), self._servers.tables), extra)
             saver.wait()
         except (ShardsLost, OSError) as error:
+            self._failure = error
             warnings.warn(f"an image was not saved: {error}", stacklevel=2)
 
     def close(self) -> None:
