@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 
-from test_oac import SPEC, frozen, make_batches, make_state, plain_loop, same, update_of
+from test_oac import SPEC, make_batches, make_state, same, states_of, update_of
 from world import no_threads_left
 
 from jaxrec.oac import Pipeline
@@ -76,8 +76,7 @@ def interrupted(pipeline, stream, delays):
 
 def main(seed: int, rounds: int) -> None:
     """Prints {"rounds", "interrupted", "wrong"}."""
-    rng, states = random.Random(seed), {0: frozen(make_state())}
-    plain_loop(BATCHES, after=lambda step, state: states.update({step: frozen(state)}))
+    rng, states = random.Random(seed), states_of(BATCHES)
     counts = {"rounds": rounds, "interrupted": 0, "wrong": 0}
     train(Pipeline(make_state(), update_of(SPEC), window=3), iter(BATCHES))  # compiles
     start = time.perf_counter()

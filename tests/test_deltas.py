@@ -1,4 +1,4 @@
-"""A shard is restored bit for bit from base and deltas; damage, deletion, kills and a full disk lose nothing."""
+"""A shard is restored bit for bit from base and deltas; damage, deletion and a full disk lose nothing."""
 
 import errno
 import os
@@ -12,7 +12,6 @@ import pytest
 from fleets import remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kills import kill_at_call, was_killed
 from strategies import chosen, examples
 from test_checkpoint import OPTIMIZERS, spec_of
 from test_tables import dense_table
@@ -161,20 +160,6 @@ def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most
             restore_shard(merged, tables, shard)
         assert all((before[key] == rows).all() for key, rows in parts_of(tables, run.spec).items())
         assert len(deltas(run.directory)) == 1 and not list(run.directory.glob("*.partial"))
-
-
-def test_a_row_touched_but_never_saved_has_its_initial_value(tmp_path):
-    run = Saved(tmp_path, base=False)
-    tables = run.state(1).tables
-    save_rows(tmp_path, None, {("width_4", 3): np.array([3, 19], np.int32)}, tables, 1)
-    touched = parts_of(tables, run.spec)["width_4", "value"]
-    restore_shard(tmp_path, tables, 3)
-    rows = parts_of(tables, run.spec)["width_4", "value"]
-    assert (rows[[3, 19]] == touched[[3, 19]]).all()
-    assert (rows[[11, 27]] == initial(run.spec)["width_4", "value"][[11, 27]]).all()
-    assert (rows[[11, 27]] != touched[[11, 27]]).all() and (rows[12] == touched[12]).all()
-    restore_shard(None, tables, 3)  # nothing saved yet
-    assert (parts_of(tables, run.spec)["width_4", "value"][3] == initial(run.spec)["width_4", "value"][3]).all()
 
 
 @pytest.mark.parametrize("base", [True, False])
@@ -400,50 +385,3 @@ def test_a_base_that_is_gone_is_not_saved_over(tmp_path):
     saver.save(run.state(1).tables, draw_rows(run.spec, 1), 1)
     with pytest.raises(ValueError, match="step_00000000.* are gone.*save a whole image"):
         saver.wait()
-
-
-def rows_of_step(spec, step):
-    return draw_rows(spec, step, most=4)
-
-
-def _save_rows_for_ever(directory, die_at):
-    """Continues the chain in the directory, and kills itself at the given call that changes the disk."""
-    kill_at_call(die_at)
-    spec, base = spec_of(2), newest(directory)
-    tables = HostTables.create(spec, ROWS)
-    first = 1 + (chain(base)[-1].step if base else 0)
-    with RowCheckpointer(directory, base, most_deltas=2, run="killed often") as saver:
-        for step in range(first, first + 6):
-            for shards in tables.shards.values():
-                for parts in shards:
-                    for array in parts.values():
-                        array[:] = step
-            saver.save(tables, rows_of_step(spec, step), step)
-
-
-def kill_often(directory, instants):
-    """Checks after every kill that the newest chain holds exactly the rows saved up to its step, which never falls."""
-    spec, step, killed = spec_of(2), 0, 0
-    expected, tables = initial(spec), HostTables.create(spec, ROWS)
-    for die_at in instants:
-        killed += was_killed(_save_rows_for_ever, directory, die_at)
-        path = newest(directory)
-        for shard in range(spec.shards):
-            restore_shard(path, tables, shard)
-        last = chain(path)[-1].step if path else 0
-        assert last >= step
-        for now in range(step + 1, last + 1):
-            for (name, _), ids in rows_of_step(spec, now).items():
-                for part in (part for stack, part in expected if stack == name):
-                    expected[name, part][ids] = now
-        step = last
-        for key, rows in parts_of(tables, spec).items():
-            np.testing.assert_array_equal(rows, expected[key])
-    assert killed >= len(instants) // 2
-    assert len(deltas(directory)) <= 4
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_kill_9_at_20_instants(tmp_path):
-    kill_often(tmp_path, np.random.default_rng(0).integers(1, 400, 20).tolist())

@@ -1,5 +1,6 @@
 """All engines under one harness: the training result, the order of events, and the state after a run is left."""
 
+import contextlib
 import signal
 import threading
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 from fleets import remote
 from world import batch_of, loss
+from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
@@ -166,15 +168,15 @@ def test_tables_change_in_a_hook_for_those_behind_it_and_for_the_step_to_come(ma
 class Watcher:
     """A watcher that records events and restores lost shards with zeros."""
 
-    def __init__(self, engine, events):
-        self.engine, self.events, self.thread = engine, events, threading.current_thread()
+    def __init__(self, engine, events, name="exit"):
+        self.engine, self.events, self.name, self.thread = engine, events, name, threading.current_thread()
 
     def __enter__(self):
         self.events.append("enter")
         return self
 
     def __exit__(self, kind, error, trace):
-        self.events.append(("exit", kind, self.engine.running))
+        self.events.append((self.name, kind, self.engine.running))
 
     def hook(self, state, step, plans, metrics):
         self.events.append(("hook", step))
@@ -193,44 +195,54 @@ class Watcher:
 
 @each
 def test_the_order_is_commit_hooks_cut_and_recovery(make):
-    events = []
+    events, seen = [], []
     with make() as engine:
         watcher = engine.enter(Watcher(engine, events))
         engine.snapshot_at(3, watcher.save)
-        list(engine.run(stream_from(0, 5), [watcher.hook]))
+        for state, _ in engine.run(stream_from(0, 5), [watcher.hook]):
+            seen += [bits(state)] if engine.step == 3 else []
     (at, saved), *none = [(i, event) for i, event in enumerate(events) if event[0] == "save"]
     assert not none and same(saved[2], plain(3)[0])
     events[at] = saved[:2]
     steps = [("hook", 1), ("hook", 2), ("hook", 3), ("save", 3), ("recover", 3, [1]), ("hook", 4), ("hook", 5)]
     assert events == ["enter", *steps, ("exit", None, False)]
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 3 else state
-    assert same(bits(engine.state), plain(5, act=act)[0])
+    assert same(seen[0], plain(3, act=act)[0]) and same(bits(engine.state), plain(5, act=act)[0])
 
 
 @each
-def test_shards_that_nobody_recovers_end_the_run_by_name(make):
+def test_shards_that_nobody_recovers_end_the_run_by_name_and_it_goes_on_when_they_are_back(make):
     def lose(state, step, plans, metrics):
         if step == 2:
-            engine.lose([3, 0])
+            engine.lose([3, 1])
         return state
 
-    with make() as engine, pytest.raises(ShardsLost, match=r"shards \[0, 3\]") as caught:
-        list(engine.run(stream_from(0), [lose]))
-    assert caught.value.shards == (0, 3)
+    stream = stream_from(0)
+    with make() as engine:
+        with pytest.raises(ShardsLost, match=r"shards \[1, 3\]") as caught:
+            list(engine.run(stream, [lose]))
+        at = engine.step
+        engine.exclusive(emptied)
+        list(engine.run(stream))
+    act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == at else state
+    assert caught.value.shards == (1, 3) and same(bits(engine.state), plain(12, act=act)[0])
 
 
 @each
-def test_watchers_are_left_behind_the_run_and_its_cuts_with_the_error(make):
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_watchers_are_left_in_reverse_behind_the_run_and_its_cuts_with_the_error(make, error):
+    """Right after a step whose snapshot may still be saved."""
     events = []
-    with pytest.raises(KeyError), make() as engine:
-        first, second = engine.enter(Watcher(engine, events)), engine.enter(Watcher(engine, events))
-        engine.snapshot_at(2, second.save)
+    with pytest.raises(error) if error else contextlib.nullcontext(), make() as engine:
+        engine.enter(Watcher(engine, events, "first"))
+        engine.snapshot_at(2, engine.enter(Watcher(engine, events, "second")).save)
         for _ in engine.run(stream_from(0)):
             if engine.step == 2:
-                raise KeyError("in the body, right after a step whose snapshot may still be saved")
-    assert first is not second
-    assert [event[0] for event in events[2:]] == ["save", "exit", "exit"]
-    assert events[-1] == events[-2] == ("exit", KeyError, False)
+                if error:
+                    raise error("in the body")
+                break
+    assert same(events[2][2], plain(2)[0]) and events[2][:2] == ("save", 2)
+    assert events[3:] == [("second", error, False), ("first", error, False)]
 
 
 @each
@@ -272,9 +284,7 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
             engine.close()
 
 
-def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks():
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-
+def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks(ctrl_c):
     def step(state, plans, batch):
         found = STEP(state, plans, batch)
         if int(found[0].dense.step) == 4:
@@ -282,13 +292,10 @@ def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks():
         return found
 
     seen = []
-    try:
-        with Serial(fresh("device"), step) as engine:
-            with pytest.raises(KeyboardInterrupt):
-                list(engine.run(stream_from(0), [lambda state, step, *_: (seen.append(step), state)[1]]))
-            assert engine.step == 4 and seen == [1, 2, 3, 4] and same(bits(engine.state), plain(4)[0])
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with Serial(fresh("device"), step) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.run(stream_from(0), [lambda state, step, *_: (seen.append(step), state)[1]]))
+        assert engine.step == 4 and seen == [1, 2, 3, 4] and same(bits(engine.state), plain(4)[0])
 
 
 def test_a_fold_over_planned_pairs_is_the_same():

@@ -8,10 +8,10 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mortal import MortalTables
 from test_engine import (
     DENSE,
     ROWS,
-    SPEC,
     STEP,
     UPDATE,
     Watcher,
@@ -24,6 +24,7 @@ from test_engine import (
     same,
     stream_from,
 )
+from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
 from jaxrec.cpr import Recovery
@@ -117,9 +118,9 @@ def test_leaving_a_run_does_not_wait_for_a_stream_that_blocks(make):
 
 @each
 @pytest.mark.parametrize("wakes", [True, False])
-def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost(make, wakes):
+def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost(make, wakes, ctrl_c):
     """Also where the signal ends no blocking call, as one that comes just before the call begins."""
-    handler, more = signal.signal(signal.SIGINT, signal.default_int_handler), threading.Event()
+    more = threading.Event()
 
     def stream():
         yield from stream_from(0, 3)
@@ -132,29 +133,29 @@ def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost
         yield from stream_from(3)
 
     batches = stream()
-    try:
-        with make() as engine:
-            with pytest.raises(KeyboardInterrupt):
-                list(engine.run(batches))
-            assert engine.step <= 3 and same(bits(engine.state), plain(engine.step)[0])
-            more.set()
+    with make() as engine:
+        with pytest.raises(KeyboardInterrupt):
             list(engine.run(batches))
-        assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
-    finally:
-        signal.signal(signal.SIGINT, handler)
+        assert engine.step <= 3 and same(bits(engine.state), plain(engine.step)[0])
+        more.set()
+        list(engine.run(batches))
+    assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
 
 
 @each
-def test_a_change_that_returns_none_or_lies_within_another_is_refused_and_loses_nothing(make):
+def test_a_change_that_raises_returns_no_tables_or_lies_within_another_is_refused_and_loses_nothing(make):
+    wrong = [
+        (lambda tables: None, ValueError, "returned a NoneType"),
+        (lambda tables: engine.exclusive(lambda same: same), ValueError, "within `exclusive`"),
+        (lambda tables: 1 / 0, ZeroDivisionError, "division"),
+    ]
     with make() as engine:
-        list(engine.run(stream_from(0, 2)))
-        for wrong, words in (
-            (lambda tables: None, "returned a NoneType"),
-            (lambda tables: engine.exclusive(lambda same: same), "within `exclusive`"),
-        ):
-            with pytest.raises(ValueError, match=words):
-                engine.exclusive(wrong)
-        list(engine.run(stream_from(2)))
+        if isinstance(engine, Pipeline):  # its tables stay where they are
+            wrong.append((lambda tables: fresh("host").tables, ValueError, "return those that it was given"))
+        for _ in engine.run(stream_from(0)):
+            for change, error, words in wrong if engine.step == 2 else ():
+                with pytest.raises(error, match=words):
+                    engine.exclusive(change)
     assert same(bits(engine.state), plain(12)[0])
 
 
@@ -243,47 +244,19 @@ def test_reset_forgets_the_cuts_to_come_and_says_so(make):
     assert same(bits(engine.state), plain(12)[0])
 
 
-class Mortal(HostTables):
-    """Tables that lose shard 1 at a chosen call and refuse access to it until it is reset."""
-
-    def dies_at(self, kind, number):
-        self.__dict__.update(left={"read": -1, "put": -1} | {kind: number}, dead=False, lock=threading.Lock())
-        return self
-
-    def count(self, kind):
-        with self.lock:  # two loaders may read concurrently
-            self.left[kind] -= 1
-            if self.left[kind] == -1:
-                self.__dict__["dead"] = True
-
-    def read(self, plans):
-        self.count("read")
-        if self.dead:
-            raise ShardsLost([1])
-        return super().read(plans)
-
-    def put(self, plans, rows, shards=None):
-        self.count("put")
-        chosen = range(4) if shards is None else shards
-        super().put(plans, rows, [shard for shard in chosen if shard != 1 or not self.dead])
-        if self.dead and 1 in chosen:
-            raise ShardsLost([1])
-        return self
-
-    def with_shard(self, stack, shard, parts):
-        self.__dict__["dead"] = False
-        self.steps[:] = self.steps.max()
-        return super().with_shard(stack, shard, parts)
+def mortal(kind, number):
+    """A state whose tables lose shard 1 at a chosen call."""
+    state = fresh("host")
+    return state._replace(tables=MortalTables.of(state.tables, [(kind, number, 1)]))
 
 
-@pytest.mark.parametrize("kind", ["read", "put"])
+@pytest.mark.parametrize("kind", ["read", "write"])
 @pytest.mark.parametrize(
     "engine_of", [lambda state: Serial(state, STEP), lambda state: Pipeline(state, UPDATE, window=3)]
 )
 def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of, kind):
-    state, events, saved = fresh("host"), [], []
-    tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at(kind, 5)
-    with engine_of(state._replace(tables=tables)) as engine:
+    events, saved = [], []
+    with engine_of(mortal(kind, 5)) as engine:
         engine.enter(Watcher(engine, events))
         engine.snapshot_at(6, lambda state: saved.append(int(state.dense.step)))
         losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0))]
@@ -294,15 +267,14 @@ def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of
 
 
 def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again():
-    state, stream = fresh("host"), stream_from(0)
-    tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at("read", 5)
-    with Serial(state._replace(tables=tables), STEP) as engine:
+    stream = stream_from(0)
+    with Serial(mortal("read", 5), STEP) as engine:
         with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter"):
             list(engine.run(stream))
         assert engine.step == 5
         engine.exclusive(emptied)
         watcher = engine.enter(Watcher(engine, []))
-        tables.dies_at("read", 0)
+        engine.tables.kill(1)
         watcher.recover = lambda shards: None
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 5"):
             list(engine.run(stream))
@@ -376,12 +348,11 @@ def test_a_watcher_may_refuse_another_state_and_what_was_lost_is_forgotten_with_
 
 def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
     """Their server was restarted empty in the meantime and reports no loss."""
-    state, events, stream = fresh("host"), [], stream_from(0)
-    tables = Mortal(SPEC, state.tables.layout, state.tables.shards, None, state.tables.steps).dies_at("put", 5)
-    with Serial(state._replace(tables=tables), STEP) as engine:
+    events, stream = [], stream_from(0)
+    with Serial(mortal("write", 5), STEP) as engine:
         with pytest.raises(ShardsLost):
             list(engine.run(stream))
-        tables.__dict__["dead"] = False
+        engine.tables.dead.clear()
         engine.enter(Watcher(engine, events))
         list(engine.run(stream))
     assert ("recover", 6, [1]) in events

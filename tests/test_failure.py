@@ -201,7 +201,6 @@ def changed(row, **fields):
     ("rows", "message"),
     [
         ([*GOOD, GOOD[1][:-1]], "line 6: 11 fields, wanted 12"),
-        ([GOOD[0][:4], *GOOD], "line 2: 4 fields"),
         ([*GOOD, changed(GOOD[1], Prob_Started="2005-06-21")], "line 6: time data '2005-06-21'"),
         ([GOOD[1], changed(GOOD[1], nodenumz="x1")], "line 3: invalid literal .*'x1'"),
         ([GOOD[1], changed(GOOD[1], nodes="99999999")], "line 3: nodenumz=3 and nodes=99999999"),
@@ -229,10 +228,7 @@ def test_a_table_without_the_columns_is_refused(tmp_path):
         (lambda text: text.replace('"event_time": ', '"event_time": -', 1), "line 2: .*event_time=-"),
         (lambda text: text.replace('"node_id": ', '"node_id" ', 1), "line 3: Expecting ':'"),
         (lambda text: text[:-2], "the file ends within its JSON array"),
-        (lambda text: text[: len(text) // 2], "no JSON"),
         (lambda text: text.replace("},\n    {", "}\n    {", 1), "line 12: '' before an event"),
-        (lambda text: text[1:], "line 2: '' before an event"),
-        (lambda text: "[1, 2]", "line 1: .*TypeError"),
         (lambda text: "[]", "0 nodes have faults"),
         (lambda text: "", "the file ends"),
     ],
@@ -243,12 +239,10 @@ def test_bad_infinitehbd_files_are_named(tmp_path, damage, message):
         load_infinitehbd(write(tmp_path / "trace.json", damage(text)))
 
 
-def test_damaged_packing_and_missing_files_are_named(tmp_path):
-    whole = write(tmp_path / "trace.json.gz", json.dumps(list(events_of(1000)), indent=4)).read_bytes()
-    for content, message in ((whole[:-2000], "after line [1-9]"), (b"no gzip", "after line 0"), (None, "is not there")):
-        path = tmp_path / f"{message[:5]}.json.gz"
-        if content:
-            path.write_bytes(content)
+def test_damaged_packing_is_named(tmp_path):
+    path = write(tmp_path / "trace.json.gz", json.dumps(list(events_of(1000)), indent=4))
+    for content, message in ((path.read_bytes()[:-2000], "after line [1-9]"), (b"no gzip", "after line 0")):
+        path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_infinitehbd(path)
     (tmp_path / "bad.csv.xz").write_bytes(b"no xz")
@@ -314,7 +308,6 @@ def test_the_experiment_says_what_is_modelled_and_what_emulated(tmp_path):
         (lambda: failure_nodes.linear_mtbf(-1, 2), "node_mtbf_hours=-1"),
         (lambda: failure_nodes.independent_mtbf(1, 2), "chance_per_hour=1"),
         (lambda: fit_gamma([1.0]), "1 gaps"),
-        (lambda: fit_exponential([]), "0 gaps"),
         (lambda: fit_gamma([1.0, 0.0]), "the smallest 0.0"),
         (lambda: fit_gamma([2.0, 2.0, 2.0]), "gaps that differ"),
     ],

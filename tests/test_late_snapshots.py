@@ -6,12 +6,11 @@ import traceback
 import jax
 import numpy as np
 import pytest
-from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, plain, same
+from mortal import MortalTables
+from test_engine import SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 
-import jaxrec
 from jaxrec.checkpoint import deltas, restore
 from jaxrec.cpr import Recovery, mfu
-from jaxrec.embedding import HostTables
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
@@ -19,50 +18,20 @@ from jaxrec.types import ShardsLost, TrainState
 SAVE_EVERY = 8  # more than the window: a late save is done before the next one is due
 
 
-class Mortal(HostTables):
-    """Tables that lose shard 1 when rows are copied for a chosen save, and refuse it until it is restored."""
+def mortal(save=99, kind=MortalTables):
+    """A state whose tables lose shard 1 when rows are copied for a chosen save, from 1."""
+    state = fresh("host")
+    return state._replace(tables=kind.of(state.tables, [("take", save - 1, 1)]))
 
-    @classmethod
-    def dying_in(cls, save):
-        state = jaxrec.init_state({"w": np.ones(4, np.float32)}, DENSE, HostTables.create(SPEC, ROWS))
-        tables = cls(SPEC, state.tables.layout, state.tables.shards)
-        # Copies that succeed before the shard is lost; a hook called when values are read; whether the shard is lost.
-        tables.__dict__.update(copies=save - 1, look=lambda: None, dead=False)
-        return state._replace(tables=tables)
 
-    def refuse(self):
-        if self.dead:
-            raise ShardsLost([1], "the test killed it")
+class Watched(MortalTables):
+    """Mortal tables with a function `look` that is called when their values are read."""
 
-    def take(self, rows):
-        self.copies -= 1
-        if self.copies == -1:
-            self.dead = True
-            for array in self.shards["width_4"][1].values():
-                array[:] = np.nan
-        self.refuse()
-        return super().take(rows)
+    look = staticmethod(lambda: None)
 
     def parts(self, stack):
         self.look()
         return super().parts(stack)
-
-    def read(self, plans):
-        rows = super().read(plans)
-        self.refuse()  # after the read, during which the shard may have died
-        return rows
-
-    def put(self, plans, rows, shards=None):
-        alive = [s for s in (range(SPEC.shards) if shards is None else shards) if not (self.dead and s == 1)]
-        super().put(plans, rows, alive)
-        if shards is None or 1 in shards:
-            self.refuse()
-        return self
-
-    def with_shard(self, stack, shard, parts):
-        found = super().with_shard(stack, shard, parts)
-        self.dead = self.dead and shard != 1
-        return found
 
 
 ENGINES = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=4)}
@@ -88,14 +57,14 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
         states[step] = jax.tree.map(np.array, state.dense)
         return state
 
-    with make(Mortal.dying_in(save=2)) as engine:
+    with make(mortal(save=2)) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path, 2))
         list(engine.run(batches(3 * SAVE_EVERY), [keep, recovery.hook]))
         # The third save picks its rows ahead, once the late snapshot has ended; one that never ended would block it.
         assert recovery.failed == 1 and recovery.saves == 3
     assert not same(bits(engine.state), plain(3 * SAVE_EVERY)[0])  # negative control: the run has noticed the loss
     for path in deltas(tmp_path):
-        restored, image = restore(path, Mortal.dying_in(save=99))
+        restored, image = restore(path, mortal())
         assert int(restored.dense.step) == image.step == image.extra["cpr"]["regular"]
         assert same(jax.tree.map(np.array, restored.dense), states[image.step])
     assert len(deltas(tmp_path)) == 3
@@ -115,7 +84,7 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         if threading.current_thread() is not threading.main_thread() and recovery.failed and not told.is_set():
             assert told.wait(60)
 
-    late, state = {}, Mortal.dying_in(save=1)
+    late, state = {}, mortal(save=1, kind=Watched)
     with make(state) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path, 0))
         state.tables.__dict__["look"] = wait_in_the_late_save
@@ -129,31 +98,32 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         assert same(bits(engine.state), wanted)  # the last step's save holds all touched rows
 
 
-class Fading(Mortal):
-    """Tables that lose shard 1 while an image is written from them."""
+class Fading(MortalTables):
+    """Tables that lose shard 1 while the first image is written from them."""
 
     def parts(self, stack):
         writing = any(frame.name == "write_image" for frame in traceback.extract_stack())
-        if writing and not self.__dict__.setdefault("faded", self.dead):
-            self.__dict__.update(faded=True, dead=True)
-            self.refuse()
+        if writing and not self.calls["faded"]:
+            self.count("faded")
+            self.kill(1)
+            raise ShardsLost([1])
         return super().parts(stack)
 
 
 @each
 def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_path, make):
-    with make(Fading.dying_in(save=99)) as engine:
+    with make(mortal(kind=Fading)) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, SAVE_EVERY, 40, copy="shards"))
         list(engine.run(batches(SAVE_EVERY + 3), [recovery.hook]))
         assert recovery.failed == recovery.saves == 1 and not engine.tables.dead
-    assert restore(tmp_path, Mortal.dying_in(save=99))[1].step >= SAVE_EVERY
+    assert restore(tmp_path, mortal())[1].step >= SAVE_EVERY
 
 
 @pytest.mark.parametrize("within", [True, False])
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
     """At the same step: within the run, or before the next run if the shards are restored in between."""
     saved, stream = [], iter([*batches(12)])
-    engine = Serial(Mortal.dying_in(save=99), STEP)
+    engine = Serial(mortal(), STEP)
 
     def save(state):
         if not saved:
@@ -209,7 +179,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step)
     def save(state):
         raise ShardsLost([2])
 
-    engine = make(Mortal.dying_in(save=99))
+    engine = make(mortal())
     engine.snapshot_at(step, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at (the snapshot of step {step}|step \d+): "),
@@ -227,7 +197,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         assert engine.scheduler.wait_until(lambda: engine.step > int(state.dense.step), seconds=60)
         raise ShardsLost([2])
 
-    engine = Pipeline(Mortal.dying_in(save=99), UPDATE, window=4)
+    engine = Pipeline(mortal(), UPDATE, window=4)
     engine.snapshot_at(6, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: restore them"),
@@ -244,7 +214,7 @@ def test_a_reset_forgets_what_was_to_be_saved_again():
     def save(state):
         raise ShardsLost([1])
 
-    engine = Serial(Mortal.dying_in(save=99), STEP)
+    engine = Serial(mortal(), STEP)
     engine.snapshot_at(2, save)
     with engine:
         with pytest.raises(ShardsLost):

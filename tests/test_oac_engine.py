@@ -1,83 +1,26 @@
-"""Pipeline as an engine: exclusive access, lost shards, reset to other states, watchers that exit last."""
+"""Pipeline as an engine: lost shards in every mode and stage, reset when it is broken; see also test_engine.py."""
 
 import contextlib
+import itertools
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hooks import at_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mortal import MortalTables
 from oac_equivalence import Numbered
 from studies.oac_failures import equal
-from test_oac import SPEC, Broken, copied, frozen, make_batches, make_state, same, update_of
+from test_oac import SPEC, Broken, frozen, make_batches, make_state, plain_loop, same, update_of
 from world import no_threads_left
 
-import jaxrec
-from jaxrec.embedding import HostTables
 from jaxrec.oac import BrokenPipeline, Pipeline
-from jaxrec.types import ShardsLost, TrainState
+from jaxrec.types import ShardsLost
 
 STEPS = 14
 BATCHES = make_batches(STEPS)
-
-
-class MortalTables(HostTables):
-    """Tables whose shards die at chosen reads or writes: their rows are lost, and refused until revived."""
-
-    @classmethod
-    def of(cls, tables, deaths=()):
-        """`deaths`: (kind of call, its index from 0, shard)."""
-        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
-        calls = {"read": 0, "write": 0, "refused read": 0, "refused write": 0}
-        found.__dict__.update(deaths=list(deaths), calls=calls, dead=set(), lock=threading.Lock())
-        return found
-
-    def count(self, kind):
-        with self.lock:
-            number, self.calls[kind] = self.calls[kind], self.calls[kind] + 1
-            for shard in [shard for k, n, shard in self.deaths if (k, n) == (kind, number)]:
-                self.kill(shard)
-
-    def kill(self, shard):
-        self.dead.add(shard)
-        for name in self.spec.stacks:
-            for array in self.shards[name][shard].values():
-                array[:] = np.nan
-
-    def revive(self, shards):
-        with self.overwriting(shards):
-            for shard in shards:
-                self.dead.discard(shard)
-                for name in self.spec.stacks:
-                    self.reset_shard(name, shard)
-        return self
-
-    def read(self, plans):
-        self.count("read")
-        rows = super().read(plans)
-        # After the read: a shard that dies during it leaves torn rows.
-        if lost := [s for s in self.dead if any(p.count[s] for p in plans.values())]:
-            self.count("refused read")
-            raise ShardsLost(lost, "the test killed them")
-        return rows
-
-    def write(self, store, shards):
-        self.count("write")
-        chosen = range(self.spec.shards) if shards is None else shards
-        store([shard for shard in chosen if shard not in self.dead])
-        if lost := self.dead.intersection(chosen):
-            self.count("refused write")
-            raise ShardsLost(lost)
-        return self
-
-    def put(self, plans, rows, shards=None):
-        return self.write(lambda there: HostTables.put(self, plans, rows, there), shards)
-
-    def add(self, plans, rows, old, shards=None):
-        return self.write(lambda there: HostTables.add(self, plans, rows, old, there), shards)
 
 
 def mortal(*deaths):
@@ -89,14 +32,13 @@ class Reviver:
     """A watcher that restores shards to initial rows, and records the steps."""
 
     def __init__(self, engine):
-        self.engine, self.lost, self.events = engine, [], []
+        self.engine, self.lost = engine, []
 
     def __enter__(self):
-        self.events.append("enter")
         return self
 
     def __exit__(self, kind, error, trace):
-        self.events.append(("leave", kind))
+        pass
 
     def recover(self, shards):
         self.lost.append((self.engine.step, shards))
@@ -104,23 +46,16 @@ class Reviver:
 
 
 def serial_loop(lost, batches=BATCHES, delay=0):
-    """Trains batch by batch; `lost`: (step after which shards are lost and reset, shards)."""
-    update, state, losses, capacity = jax.jit(update_of(SPEC), donate_argnums=0), make_state(), [], None
-    dense, tables = state
-    before = copied(tables)
-    for step, batch in enumerate(batches, 1):
-        plans = jaxrec.plan(SPEC, batch.ids, capacity)
-        capacity = {name: p.unique.shape[1] for name, p in plans.items()}
-        old, before = (before if delay else tables).read(plans), copied(tables)
-        dense, rows, metrics = update(dense, old, plans, batch)
-        tables.add(plans, rows, old) if delay else tables.put(plans, rows)
-        losses.append(np.asarray(metrics["loss"]))
-        for shards in [shards for at, shards in lost if at == step]:
+    """`plain_loop` that loses shards; `lost`: (step after which they are lost and reset, shards)."""
+
+    def lose(step, state):
+        shards = [shard for at, mine in lost if at == step for shard in mine]
+        for shard in shards:
             for name in SPEC.stacks:
-                for shard in shards:
-                    tables.reset_shard(name, shard)
-            before = copied(tables)
-    return TrainState(dense, tables), losses
+                state.tables.reset_shard(name, shard)
+        return shards
+
+    return plain_loop(batches, delay=delay, after=lose)
 
 
 def train_mortal(state, batches=BATCHES, hooks=(), watch=True, **options):
@@ -226,30 +161,11 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     assert len(watcher.lost) == 1 and equal(pipeline.state, serial_loop(watcher.lost)[0])
 
 
-def test_what_a_hook_loses_comes_back_behind_the_cut_of_its_step():
-    events, views = [], []
-    pipeline = Pipeline(mortal(), update_of(SPEC), window=3)
-    pipeline.snapshot_at(5, lambda state: events.append(("snapshot", equal(frozen(state), frozen_at[5]))))
-    frozen_at = {step: serial_loop([], BATCHES[:step])[0] for step in (5,)}
-    hooks = [at_step(5, lambda state: pipeline.lose([2])), at_step(5, lambda state: events.append("hook"))]
-    with pipeline:
-        watcher = pipeline.enter(Reviver(pipeline))
-        watcher.lost = events
-        for number, (state, _) in enumerate(pipeline.run(BATCHES, hooks), 1):
-            if number == 5:
-                views.append(frozen(state))  # the tables are whole, and match the state
-    assert events == ["hook", ("snapshot", True), (5, (2,))]
-    assert equal(views[0], serial_loop([(5, (2,))], BATCHES[:5])[0])
-    assert equal(pipeline.state, serial_loop([(5, (2,))])[0])
-
-
-@pytest.mark.parametrize("real", [True, False])
-def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back(real):
-    stream, pipeline = iter(BATCHES), Pipeline(mortal(*[("read", 6, 1)] * real), update_of(SPEC), window=3)
-    hook = at_step(5, lambda state: None if real else pipeline.lose([1]))
+def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back():
+    stream, pipeline = iter(BATCHES), Pipeline(mortal(("read", 6, 1)), update_of(SPEC), window=3)
     with pipeline:
         with pytest.raises(ShardsLost, match="no watcher restores them: pipeline.enter") as raised:
-            list(pipeline.run(stream, [hook]))
+            list(pipeline.run(stream))
         assert raised.value.shards == (1,) and not getattr(raised.value, "__notes__", [""])[1:]
         at = pipeline.step
         pipeline.exclusive(lambda tables: tables.revive([1]))
@@ -324,55 +240,14 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
     assert pipeline.tables.step == (STEPS if mode != "semisync" else 0)
 
 
-# ---- alone with the tables, and the state
+# ---- the state, and another one
 
 
-def test_a_change_that_returns_other_tables_or_raises_leaves_a_pipeline_that_goes_on():
-    def raise_broken(tables):
-        raise Broken
-
+def test_the_state_is_refused_in_saves():
     pipeline = Pipeline(make_state(), update_of(SPEC), window=3)
-    with pipeline:
-        for number, _ in enumerate(pipeline.run(BATCHES), 1):
-            if number == 4:
-                for change in (copied, lambda tables: None):
-                    with pytest.raises(ValueError, match="changed in place, so return those that it was given"):
-                        pipeline.exclusive(change)
-                with pytest.raises(Broken):
-                    pipeline.exclusive(raise_broken)
-    assert equal(pipeline.state, serial_loop([])[0])
-
-
-def test_the_state_is_refused_in_hooks_and_saves_and_is_what_the_last_whole_hook_returned():
-    def halve(state, step, plan, metrics):
-        if step != 3:
-            return state
-        params = jax.tree.map(lambda leaf: leaf / 2, state.dense.params)
-        halved.append(np.array(params["scale"]))
-        return state._replace(dense=state.dense._replace(params=params))
-
-    def look(state):
-        with pytest.raises(ValueError, match="use the state passed to it"):
-            _ = pipeline.state
-        looked.append(frozen(state) if threading.current_thread().name == "oac-snapshot" else state.dense)
-        if len(looked) == 2:
-            raise Broken
-
-    looked: list = []
-    halved: list = []
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3)
-    pipeline.snapshot_at(1, look)
-    with pytest.raises(Broken), pipeline:
-        for state, _ in pipeline.run(BATCHES, [halve, at_step(3, look)]):
-            if pipeline.step == 1:
-                pipeline.drain()
-            assert pipeline.state.dense is state.dense
-    np.testing.assert_array_equal(pipeline.state.dense.params["scale"], halved[0])
-    np.testing.assert_array_equal(looked[1].params["scale"], halved[0])
-    assert int(looked[0].dense.step) == 1 and int(pipeline.state.dense.step) == 3
-
-
-# ---- another state
+    pipeline.snapshot_at(1, lambda state: pipeline.state)
+    with pytest.raises(ValueError, match="use the state passed to it"), pipeline:
+        list(pipeline.run(BATCHES))
 
 
 def image_of(step):
@@ -382,86 +257,21 @@ def image_of(step):
 
 
 @pytest.mark.parametrize("skips", [{}, {"skip_rewritten": True, "skip_stale_reads": True}, {"validation": "device"}])
-@pytest.mark.parametrize("broken", [True, False])
-def test_after_reset_a_pipeline_goes_on_from_the_other_state(broken, skips):
-    calls = iter(range(1000))
+def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(skips):
+    calls = itertools.count()
 
     def fetch(tree):
-        if broken and next(calls) == 8:
+        if next(calls) == 8:
             raise Broken
         return jax.tree.map(np.asarray, tree)
 
     pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch, **skips)
-    pipeline.snapshot_at(STEPS, lambda state: None, unreached="ignore")
     with pipeline:
         with pytest.raises(Broken):
-            for _ in pipeline.run(BATCHES, [at_step(9, lambda state: broken or raise_broken())]):
-                pass
-        if broken:
-            with pytest.raises(BrokenPipeline):
-                pipeline.drain()
+            list(pipeline.run(BATCHES))
+        with pytest.raises(BrokenPipeline):
+            pipeline.drain()
         pipeline.reset(image_of(5))
         assert pipeline.step == 5 == int(pipeline.state.dense.step)
-        pipeline.snapshot_at(STEPS, lambda state: None)  # the announced snapshot was dropped
         list(pipeline.run(BATCHES[5:]))
     assert equal(pipeline.state, serial_loop([])[0])
-
-
-def raise_broken():
-    raise Broken
-
-
-# ---- watchers
-
-
-class Watcher:
-    """A watcher that records its enter and exit."""
-
-    def __init__(self, name, events, end=None):
-        self.name, self.events, self.end = name, events, end
-
-    def __enter__(self):
-        self.events.append(f"enter {self.name}")
-        return self.name
-
-    def __exit__(self, kind, error, trace):
-        self.events.append((f"leave {self.name}", kind))
-        if self.end:
-            raise self.end
-
-
-@pytest.mark.parametrize("error", [None, Broken])
-def test_watchers_leave_in_reverse_when_the_run_is_closed_and_the_cut_that_is_due_is_saved(error):
-    events, saving = [], threading.Event()
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3)
-
-    def save(state):
-        saving.set()
-        events.append(("saved", equal(frozen(state), serial_loop([], BATCHES[:6])[0])))
-
-    pipeline.snapshot_at(6, save)
-    with pytest.raises(error) if error else contextlib.nullcontext(), pipeline:
-        assert pipeline.enter(Watcher("first", events)) == "first"
-        pipeline.enter(Watcher("second", events))
-        for number, _ in enumerate(pipeline.run(BATCHES), 1):
-            if number == 6 and error:
-                raise error
-            if number == 6:
-                break
-    assert events == ["enter first", "enter second", ("saved", True), ("leave second", error), ("leave first", error)]
-    assert not pipeline.running and saving.is_set() and no_threads_left()
-
-
-def test_watchers_are_told_what_leaving_has_found_and_may_add_to_it():
-    def fetch(tree):
-        raise Broken
-
-    events: list = []
-    with pytest.raises(KeyError) as raised, Pipeline(make_state(), update_of(SPEC), fetch=fetch) as pipeline:
-        pipeline.enter(Watcher("first", events, end=KeyError("the watcher's")))
-        with pipeline:  # an inner block leaves no watcher
-            pass
-        assert events == ["enter first"]
-        for _ in pipeline.run(BATCHES):
-            break
-    assert events[1:] == [("leave first", Broken)] and isinstance(raised.value.__context__, Broken)

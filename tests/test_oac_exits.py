@@ -28,12 +28,12 @@ from test_oac import (
     make_batches,
     make_state,
     pipeline_with,
-    plain_loop,
     same,
+    states_of,
     update_of,
     watched,
 )
-from test_oac import ctrl_c as ctrl_c  # a fixture
+from world import ctrl_c as ctrl_c  # a fixture
 from world import interrupt_when, is_inside, no_threads_left, workers
 
 import jaxrec
@@ -82,13 +82,6 @@ def interrupt(state):
     signal.raise_signal(signal.SIGINT)
 
 
-def states_of(batches):
-    """{step: state} of training batch by batch."""
-    states = {0: frozen(make_state())}
-    plain_loop(batches, after=lambda step, state: states.update({step: frozen(state)}))
-    return states
-
-
 def unchanged(tables):
     return tables
 
@@ -112,7 +105,7 @@ def chain(error):
 @pytest.mark.parametrize("way", ["break", "close", "body", "hook", "ctrl-c", "exhausted"])
 def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
     fetch, batches = Failing(2, to_host, may=threading.Event()), make_batches(16)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, fetch=fetch)
+    pipeline = pipeline_of(fetch=fetch)
 
     def leave(state, step, plan, metrics):
         if step == 5:
@@ -180,8 +173,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
     pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=5, writers=2)
     pipeline.scheduler_type = Numbered
     with pytest.raises(Broken) as raised, pipeline:
-        for _ in pipeline.run(batches):
-            pass
+        list(pipeline.run(batches))
     assert "in stage 'write back' of the pipeline, batch 2" in all_notes(raised.value)
     with pytest.raises(RuntimeError, match="shard 0 at step") as broken:
         pipeline.drain()
@@ -203,41 +195,34 @@ def raising(batches, at):
     raise Broken
 
 
-@pytest.mark.parametrize("options", REGIMES, ids=str)
-def test_a_stream_that_raises_is_told_after_all_of_its_batches_are_trained(options):
-    batches = make_batches(20)
-    pipeline = Pipeline(make_state(), update_of(SPEC), **options)
-    with pytest.raises(Broken) as raised, pipeline:
-        for _ in pipeline.run(raising(batches, 15)):
-            pass
-    assert int(pipeline.state.dense.step) == 15
-    assert "in stage 'plan' of the pipeline, batch 15" in all_notes(raised.value)
-    assert no_threads_left()
-    if options.get("mode") not in ("async", "semisync"):
-        assert equal(pipeline.state, states_of(batches)[15])
+class BrokenSend:
+    """A transfer to the device that raises at the inputs of one batch, until `mend`."""
+
+    def __init__(self, batch, after=None):
+        self.batch, self.after = batch, after
+
+    def __call__(self, tree, placement):
+        is_inputs = isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch)
+        if self.batch is not None and is_inputs and np.array_equal(tree[1].label, self.batch.label):
+            assert self.after is None or self.after.wait(60)
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    def mend(self):
+        self.batch = None
 
 
 @pytest.mark.parametrize("options", REGIMES, ids=str)
 def test_a_batch_that_cannot_be_sent_is_told_after_those_before_it_and_is_not_lost(options):
-    batches, bad = make_batches(16), [True]
-
-    def send(tree, placement):
-        batch = tree[1] if isinstance(tree, tuple) and len(tree) == 2 else None
-        if isinstance(batch, jaxrec.Batch) and bad[0] and np.array_equal(batch.label, batches[9].label):
-            raise Broken
-        return jax.device_put(tree, placement)
-
-    stream = iter(batches)
-    with Pipeline(make_state(), update_of(SPEC), send=send, **options) as pipeline:
-        with pytest.raises(Broken) as raised:
-            for _ in pipeline.run(stream):
-                pass
-        assert int(pipeline.state.dense.step) == 9
-        assert "in stage 'load' of the pipeline, batch 9" in all_notes(raised.value)
-        bad[0] = False  # the fault is over: the same iterator continues
-        for _ in pipeline.run(stream):
-            pass
-    assert int(pipeline.state.dense.step) == 16
+    batches = make_batches(16)
+    stream, send = iter(batches), BrokenSend(batches[9])
+    with pytest.raises(Broken) as raised, pipeline_of(**{"window": None} | options, send=send) as pipeline:
+        list(pipeline.run(stream))
+    assert pipeline.step == 9 and no_threads_left()
+    assert "in stage 'load' of the pipeline, batch 9" in all_notes(raised.value)
+    send.mend()
+    list(pipeline.run(stream))
+    assert pipeline.step == 16
     if options.get("mode") not in ("async", "semisync"):
         assert equal(pipeline.state, states_of(batches)[16])
 
@@ -275,27 +260,9 @@ def let_go(stream):
     assert no_threads_left()
 
 
-class BrokenSend:
-    """A transfer to the device that raises at the inputs of one batch, until `mend`."""
-
-    def __init__(self, batch, after=None):
-        self.batch, self.after = batch, after
-
-    def __call__(self, tree, placement):
-        is_inputs = isinstance(tree, tuple) and isinstance(tree[1], jaxrec.Batch)
-        if self.batch is not None and is_inputs and np.array_equal(tree[1].label, self.batch.label):
-            assert self.after is None or self.after.wait(60)
-            raise Broken
-        return jax.device_put(tree, placement)
-
-    def mend(self):
-        self.batch = None
-
-
 def goes_on(pipeline, stream, batches):
     """Trains on the rest of a stream; returns whether the end state equals training batch by batch."""
-    for _ in pipeline.run(stream):
-        pass
+    list(pipeline.run(stream))
     return equal(pipeline.state, states_of(batches)[len(batches)])
 
 
@@ -319,7 +286,7 @@ def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothin
     batches, last = make_batches(16), 8 - WINDOW
     stream = Blocking(batches, 8)
     send = BrokenSend(batches[6] if way == "load" else None, stream.blocked)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **SKIPS)
+    pipeline = pipeline_of(send=send, **SKIPS)
     if way == "ctrl-c":
         pipeline.scheduler_type = interrupting(lambda: pipeline.step == last)
     raised = {"ctrl-c": pytest.raises(KeyboardInterrupt), "load": pytest.raises(Broken)}
@@ -353,15 +320,17 @@ def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     batches = make_batches(16)
     stream, send = Blocking(batches, 8), BrokenSend(batches[6] if way == "load" else None)
     options = {"fetch": Failing(7, to_host)} if way == "fetch" else {}
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, **options)
+    pipeline = pipeline_of(send=send, **options)
     hook = Failing(5, lambda state, *args: state)
-    with contextlib.nullcontext() if way == "break" else pytest.raises(Broken), pipeline:
+    with contextlib.nullcontext() if way == "break" else pytest.raises(Broken) as raised, pipeline:
         for number, _ in enumerate(pipeline.run(stream, [hook] if way == "hook" else []), 1):
             if number == 5 and way == "break":
                 assert stream.blocked.wait(60)
                 break
     done = {"break": 5, "hook": 6, "load": 6, "fetch": 8}[way]
-    assert int(pipeline.state.dense.step) == done
+    assert pipeline.step == done
+    if way == "hook":
+        assert "in stage 'commit' of the pipeline, batch 5" in all_notes(raised.value)
     if way == "fetch":  # the batch's rows are lost
         stream.let_go.set()
         return
@@ -406,6 +375,7 @@ def ask_all(state, check):
     for act in [
         lambda: tables.read(plans),
         lambda: tables.shards,
+        lambda: tables.parts("width_4"),
         lambda: tables.put({}, {}),
         lambda: tables.add({}, {}, {}),
         lambda: tables.reset_shard("width_4", 0),
@@ -421,7 +391,8 @@ def refused(act):
         act()
 
 
-def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained():
+@pytest.mark.parametrize("skips", [{}, SKIPS])
+def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(skips):
     batches, drained = make_batches(12), []
     states = states_of(batches)
 
@@ -432,7 +403,7 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
         drained.append(state)
 
     ask = lambda state, *args: ask_all(state, refused) or state
-    with Pipeline(make_state(), update_of(SPEC), window=WINDOW) as pipeline:
+    with pipeline_of(**skips) as pipeline:
         for number, (state, _) in enumerate(pipeline.run(batches, [ask, at_step(6, drain)]), 1):
             if number == 6:
                 assert equal(frozen(state), states[6])  # still drained
@@ -488,11 +459,10 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
         return state
 
     calls, batches = itertools.count(), make_batches(12)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, send=send, loaders=1)
+    pipeline = pipeline_of(send=send, loaders=1)
     pipeline.scheduler_type = Telling
     with pytest.raises(Broken) as raised, pipeline:
-        for _ in pipeline.run(batches, [change]):
-            pass
+        list(pipeline.run(batches, [change]))
     assert "in stage 'load' of the pipeline, batch 5" in all_notes(raised.value)
     assert equal(pipeline.state, states_of(batches)[5])
 
@@ -517,11 +487,10 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
         return state
 
     batches = make_batches(20)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW, loaders=2)
+    pipeline = pipeline_of(loaders=2)
     pipeline.scheduler_type = Sleepy
     with pipeline:
-        for _ in pipeline.run(batches, [hook]):
-            pass
+        list(pipeline.run(batches, [hook]))
     assert equal(pipeline.state, states_of(batches)[20])
 
 
@@ -538,9 +507,8 @@ def reusing(batches):
 
 def test_a_loader_that_fills_the_same_arrays_again_trains_what_it_yielded():
     batches = make_batches(12)
-    with Pipeline(make_state(), update_of(SPEC), window=5) as pipeline:
-        for _ in pipeline.run(reusing(batches)):
-            pass
+    with pipeline_of(window=5) as pipeline:
+        list(pipeline.run(reusing(batches)))
     assert equal(pipeline.state, states_of(batches)[12])
     for (batch, plans), wanted in zip(planned(SPEC, reusing(batches)), batches, strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, wanted)
@@ -560,8 +528,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged)):
         with pytest.raises(ValueError, match="another pipeline is running over these tables"):
             ask()
-    for _ in running:
-        pass
+    list(running)
     assert len(list(second.run(batches))) == 12  # in turns
     dropped = first.run(batches[:6])
     next(dropped)
@@ -618,7 +585,7 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
         getattr(pipeline, what)(*given)
         pytest.fail("the call says nothing of the save")
 
-    with pytest.raises(Broken) as raised, Pipeline(make_state(), update_of(SPEC), window=8) as pipeline:
+    with pytest.raises(Broken) as raised, pipeline_of(window=8) as pipeline:
         pipeline.snapshot_at(4, save)
         for number, _ in enumerate(pipeline.run(stream, [at_step(6, ask)] if what != "leave" else []), 1):
             if number == 6:
@@ -631,7 +598,7 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
 
 def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
     batches, saved = make_batches(12), []
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    pipeline = pipeline_of()
     pipeline.snapshot_at(9, lambda state: saved.append(int(state.dense.step)))
     pipeline.snapshot_at(98, saved.append)
     pipeline.snapshot_at(99, saved.append, unreached="ignore")
@@ -705,7 +672,7 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
 
 
 def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
-    pipeline, batches = Pipeline(make_state(), update_of(SPEC), window=WINDOW), make_batches(12)
+    pipeline, batches = pipeline_of(), make_batches(12)
     cycle = {"run": pipeline.run(batches)}
     cycle["itself"] = cycle
     next(cycle["run"])
@@ -770,12 +737,11 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
             return held
 
     batches = make_batches(12)
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=WINDOW)
+    pipeline = pipeline_of()
     pipeline.scheduler_type = Telling
     pipeline.snapshot_at(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
     with pytest.raises(KeyboardInterrupt), pipeline:
-        for _ in pipeline.run(batches):
-            pass
+        list(pipeline.run(batches))
     assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])
 
 
@@ -804,8 +770,7 @@ def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c
     pipeline, stream = pipeline_of(kind=kind), iter(batches)
     pipeline.snapshot_at(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
     with pytest.raises(KeyboardInterrupt), pipeline:
-        for _ in pipeline.run(stream, [hook]):
-            pass
+        list(pipeline.run(stream, [hook]))
     assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left()
     assert hooked == list(range(1, 6 if way == "commit" else 5))
     list(pipeline.run(stream))
@@ -828,8 +793,7 @@ def interrupted_in_the_commit(step, number=signal.SIGINT):
 def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
     pipeline = pipeline_of(kind=interrupted_in_the_commit(5))
     with pytest.raises(KeyboardInterrupt), pipeline:
-        for _ in pipeline.run(make_batches(12), [at_step(5, interrupt), at_step(5, pytest.fail)]):
-            pass
+        list(pipeline.run(make_batches(12), [at_step(5, interrupt), at_step(5, pytest.fail)]))
     assert pipeline.step == 5
 
 
@@ -838,8 +802,7 @@ def test_sigterm_with_a_handler_that_exits_tears_no_batch():
     try:
         batches, pipeline = make_batches(12), pipeline_of(kind=interrupted_in_the_commit(5, signal.SIGTERM))
         with pytest.raises(SystemExit), pipeline:
-            for _ in pipeline.run(batches):
-                pass
+            list(pipeline.run(batches))
         assert equal(pipeline.state, states_of(batches)[5]) and no_threads_left()
         assert callable(signal.getsignal(signal.SIGTERM))
     finally:

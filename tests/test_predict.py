@@ -36,7 +36,6 @@ from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, prepare, read_rows
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
 from jaxrec.loop import planned
-from jaxrec.oac import Pipeline
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import DenseState, TrainState
@@ -190,18 +189,6 @@ def test_a_matrix_is_a_copy():
         for parts in tables.shards["width_8"]:
             parts["value"] += 1
         equal(matrix, before)
-
-
-def test_tables_that_lag_refuse_to_be_copied():
-    update = jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS)
-    with Pipeline(fresh(), update, mode="oac", window=4) as pipeline:
-        for state, _ in pipeline.run(batches()):
-            if pipeline.step == 3:
-                for ids in (None, [1, 2]):
-                    with pytest.raises(ValueError, match="lag|stood at step"):
-                        embedding_matrix(state.tables, "item", ids)
-        matrix = embedding_matrix(pipeline.state.tables, "item")
-    equal(matrix, embedding_matrix(trained().tables, "item"))
 
 
 # ---- tables out of an image, without a state

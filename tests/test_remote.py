@@ -25,7 +25,6 @@ from world import loss, until
 
 from jaxrec.checkpoint import (
     Checkpointer,
-    RowCheckpointer,
     deltas,
     images,
     is_intact,
@@ -40,7 +39,6 @@ from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
 from jaxrec.loop import Serial
 from jaxrec.loop import train as train_all
-from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import train_freely
 from jaxrec.types import Rows, ShardsLost, TrainState
 
@@ -709,16 +707,6 @@ def test_an_image_from_two_servers_is_restored_into_three_into_host_tables_and_b
     assert same(bits(found), wanted)
 
 
-def test_a_view_of_remote_tables_refuses_while_it_lags_and_gives_their_rows_when_it_does_not():
-    with Pipeline(fresh("host")._replace(tables=remote(SPEC, ROWS)), UPDATE, window=3) as pipeline:
-        for state, _ in pipeline.run(map(batch_at, range(5))):
-            if pipeline.step == 3:
-                with pytest.raises(ValueError, match="call pipeline.drain"):
-                    state.tables.parts("width_4")
-                pipeline.drain()
-                assert same(bits(state), plain(3)[0])
-
-
 def test_the_servers_write_their_shards_into_the_image_themselves_and_no_row_travels(tmp_path):
     asked = []
     tables = remote(SPEC, ROWS, 2, fate=lambda server, _, verb, n: asked.append((server, verb)) or "")
@@ -788,19 +776,6 @@ def test_a_delta_whose_server_dies_while_it_writes_is_void_and_its_rows_are_in_t
         until(lambda: deltas(tmp_path))
         found, _ = restore(tmp_path, fresh("host"))
         assert same(bits(found)[1], bits(engine.state)[1])
-
-
-def test_a_saver_of_rows_reports_a_death_while_servers_write_as_a_failed_save(tmp_path):
-    fate = lambda server, incarnation, verb, n: "die" if (server, incarnation, verb) == (1, 1, "run") else ""
-    rows = {("width_4", 1): [1, 5]}
-    with Fleet(SPEC, ROWS, 2, fate) as fleet, RowCheckpointer(tmp_path) as saver:
-        saver.save(fleet.tables, rows, 1)
-        with pytest.warns(UserWarning, match=r"a save failed, and the next one tries again: shards \[1, 3\] are lost"):
-            assert not saver.settle()
-        assert deltas(tmp_path) == []
-        fleet.recover([1, 3])
-        saver.save(fleet.tables, rows, 2)
-        assert saver.settle() and len(deltas(tmp_path)) == 1
 
 
 def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):

@@ -1,5 +1,9 @@
-"""Row optimizers equal dense optimizers on the rows that a batch touches, in every engine, home and image."""
+"""Row optimizers equal dense optimizers on the rows that a batch touches, in every engine, home and image.
 
+Their rate may be a schedule; then it is that of the step of the run.
+"""
+
+import dataclasses
 import functools
 import math
 
@@ -30,6 +34,7 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.oac import Pipeline
+from jaxrec.shadowsync import Emulation, train_freely
 from jaxrec.types import Batch, RowOptimizer
 
 ROWS, WIDTH, STEPS = 23, 4, 20
@@ -116,9 +121,10 @@ CASES: dict[str, tuple] = {  # (row optimizer, factory of the reference for one 
     ),
 }
 EACH = pytest.mark.parametrize("name", CASES)
-# Of the slow cases the fast tests keep two: the one with most slots, and a nested one.
+# Of the slow cases the fast tests keep three: the one with most slots, a nested one, and one that depends on the step.
+FAST = ("lazy adam", "both", "sgd at a schedule")
 SLOWLY = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("lazy adam", "both") else [pytest.mark.slow]) for name in CASES]
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in CASES]
 )
 
 
@@ -190,9 +196,14 @@ def test_it_is_the_dense_optimizer_on_touched_rows(name):
     assert np.abs(wanted - initial).max() > 0.01
 
 
-@EACH
-def test_a_row_without_gradient_keeps_its_bits_and_its_slots(name):
-    rows, rng = CASES[name][0], np.random.default_rng(0)
+# eps 0 with an empty accumulator is the hard case.
+ADAGRADS = {"rowwise_adagrad": rowwise_adagrad(0.1), "without eps": rowwise_adagrad(0.1, eps=0.0)}
+ALL = {name: case[0] for name, case in CASES.items()} | ADAGRADS
+
+
+@pytest.mark.parametrize("rows", ALL.values(), ids=ALL)
+def test_a_row_without_gradient_keeps_its_bits_and_its_slots(rows):
+    rng = np.random.default_rng(0)
     value = jnp.asarray(rng.standard_normal((5, WIDTH), np.float32))
     slots = {key: jnp.asarray(rng.random((5, slot.width)), jnp.float32) for key, slot in rows.init(WIDTH).items()}
     gradient = jnp.asarray(rng.standard_normal((5, WIDTH), np.float32)).at[np.array([1, 3])].set(0.0)
@@ -287,18 +298,97 @@ def test_ftrl_leaves_rare_weights_at_zero():
     assert value[0, 0] == 0.0 and value[0, 1] < -0.05
 
 
+# ---- rates
+
+
+COSINE = optax.warmup_cosine_decay_schedule(0.0, 0.3, 2, 9)
+
+
+@pytest.mark.parametrize("make", [sgd, adagrad, rowwise_adagrad])
+def test_a_schedule_gives_each_step_the_rate_of_a_float(make):
+    scheduled, rng = make(COSINE), np.random.default_rng(0)
+    value = jnp.asarray(rng.standard_normal((3, 4), np.float32))
+    slots = {key: jnp.full((3, slot.width), slot.fill) for key, slot in scheduled.init(4).items()}
+    for step in range(11):
+        gradient = jnp.asarray(rng.standard_normal((3, 4), np.float32))
+        wanted = make(float(COSINE(step))).update(gradient, value, slots, step)
+        value, slots = scheduled.update(gradient, value, slots, jnp.int32(step))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), (value, slots), wanted)
+
+
+def test_free_and_emulated_trainers_count_their_own_steps():
+    """One trainer with one worker equals the serial loop: dense parameters and rows are at the same step."""
+    name, params = "sgd at a schedule", {"scale": jnp.ones(())}
+    tables = fresh(CASES[name][0]).tables
+    train_freely(SPEC, loss, DENSE, CASES[name][0], params, tables, [batches()])
+    one_shard = dataclasses.replace(SPEC, shards=1)
+    emulation = Emulation(one_shard, loss, DENSE, CASES[name][0], params, trainers=1)
+    emulation.run(batches())
+    with jaxrec.Serial(fresh(CASES[name][0]), programs(name)[0]) as engine:
+        wanted = embedding_matrix(jaxrec.train(engine, batches).tables, "item")
+    for found in (tables, emulation.tables):
+        np.testing.assert_allclose(embedding_matrix(found, "item"), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_float_gives_the_program_that_it_always_gave():
+    """Without a schedule the program has no more operations than the formula."""
+
+    def by_hand(gradient, value, accumulator):
+        accumulator = accumulator + jnp.mean(gradient * gradient, axis=-1, keepdims=True)
+        root = jnp.sqrt(accumulator) + 1e-8
+        return value - jnp.where(root > 0, 0.1 * gradient / root, 0.0), accumulator
+
+    def program_of(rate):
+        def by_hand(gradient, value, accumulator):
+            value, slots = rowwise_adagrad(rate).update(gradient, value, {"accumulator": accumulator}, step)
+            return value, slots["accumulator"]
+
+        return text_of(by_hand)
+
+    step, ones = jnp.int32(3), jnp.ones((3, 4))
+    text_of = lambda function: jax.jit(function).lower(ones, ones, ones[:, :1]).as_text()
+    assert program_of(0.1) == text_of(by_hand) != program_of(optax.linear_schedule(0.1, 0.0, 9))
+
+
+@pytest.mark.parametrize("rate", [np.array(0.5), jnp.float32(0.5), 0])
+def test_any_number_is_a_rate(rate):
+    value, _ = sgd(rate).update(jnp.ones(2), jnp.ones(2), {}, 0)
+    assert value.tolist() == [1 - float(rate)] * 2
+
+
+@pytest.mark.parametrize("rate", ["0.1", float("nan"), float("inf"), -0.1, None, True, optax.sgd(0.1), np.ones(4)])
+def test_what_is_no_rate_is_refused(rate):
+    with pytest.raises(ValueError, match=r"learning_rate=.* must be .* or a schedule"):
+        sgd(rate)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda step: jnp.ones(4), r"shape \(4,\)"),
+        (lambda step: None, "NoneType"),
+        (optax.constant_schedule, "function"),  # a factory of schedules
+    ],
+)
+def test_a_schedule_that_gives_no_number_is_refused_when_it_is_traced(schedule, words):
+    with pytest.raises(ValueError, match=f"schedule .*{words}"):
+        sgd(schedule).update(jnp.ones((2, 4)), jnp.ones((2, 4)), {}, 0)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: momentum_sgd(0.1, 1.0), "momentum=1.0 must be 0 or more and below 1"),
+        (lambda: adagrad(None), "learning_rate=None must be"),
+        (lambda: rowwise_adagrad(None), "learning_rate=None must be"),
         (lambda: momentum_sgd(-0.1), "learning_rate=-0.1 must be"),
+        (lambda: lazy_adam("fast"), "learning_rate='fast' must be"),
+        (lambda: ftrl(None), "learning_rate=None must be"),
+        (lambda: momentum_sgd(0.1, 1.0), "momentum=1.0 must be 0 or more and below 1"),
         (lambda: lazy_adam(0.1, b1=-0.1), "b1=-0.1 must be"),
         (lambda: lazy_adam(0.1, b2=1), "b2=1 must be"),
-        (lambda: lazy_adam("fast"), "learning_rate='fast' must be"),
         (lambda: rowwise_adam(0.1, eps=float("nan")), "eps=nan must be"),
         (lambda: lazy_adam(0.1, weight_decay=-1), "weight_decay=-1 must be"),
         (lambda: ftrl(0.1, l1=-1.0), "l1=-1.0 must be"),
-        (lambda: ftrl(None), "learning_rate=None must be"),
         (lambda: with_weight_decay(sgd(0.1), True), "rate=True must be"),
         (lambda: with_weight_decay(optax.adam(0.1), 0.1), "is not a RowOptimizer"),
         (lambda: with_clipping(sgd(0.1), 0.0), "largest_norm=0.0 must be above 0"),

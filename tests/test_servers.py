@@ -180,19 +180,6 @@ def test_every_fate_of_a_message_is_what_it_says():
             server.call("read", ME, [1], piece([1], 2)).result(0)
 
 
-def test_what_a_call_carries_is_a_copy():
-    with InProcess(server_of()) as server:
-        rows = piece([1], 2, 7.0)
-        answer = server.call("put", ME._replace(number=1), [1], rows)
-        rows["width_4"].parts["value"][:] = 9
-        answer.result(60)
-        found = server.call("run", ME, ShardServer.on_shards, lambda stack, shard, parts: parts)
-        found = found.result(60)["width_4", 1]["value"]
-        assert found[2, 0] == 7
-        found[:] = 11
-        assert server.call("read", ME, [1], piece([1], 2)).result(60)["width_4"]["value"][0, 0, 0] == 7
-
-
 @pytest.mark.process
 def test_a_layout_from_another_process_is_equal_and_hashes_as_one_made_here():
     """Hashes of strings differ between processes, so a cached hash would make a pickled layout miss in dicts."""

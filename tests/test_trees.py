@@ -89,16 +89,6 @@ def test_rows_that_another_device_holds_too_are_not_lost():
     assert len(rows_on(columns, mesh.devices[:, 0])) == 8  # a part of each row is lost
 
 
-def test_what_is_saved_is_a_copy(tmp_path):
-    tree = tree_of(0)
-    base = save_tree(tmp_path, tree, 1)
-    wanted = jax.tree.map(np.array, tree)
-    tree["emb"]["item"][:] = 0
-    delta = save_rows(tmp_path, base, {ITEM: np.array([3])}, tree)
-    wanted["emb"]["item"][3] = 0
-    equal(restore_rows(delta, tree), wanted)
-
-
 def test_a_damaged_or_foreign_image_is_refused_and_nothing_changes(tmp_path):
     tree = tree_of(0)
     base = save_tree(tmp_path / "a", tree, 1)

@@ -10,6 +10,7 @@ import traceback
 
 import numpy as np
 import optax
+import pytest
 
 from jaxrec import Batch
 
@@ -113,3 +114,11 @@ def interrupt_when(condition, then=lambda: None):
     thread = threading.Thread(target=wait_and_send)
     thread.start()
     return thread
+
+
+@pytest.fixture
+def ctrl_c():
+    """Installs Python's SIGINT handler; a shell's background job starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

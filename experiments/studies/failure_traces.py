@@ -34,7 +34,7 @@ def load_infinitehbd(path: Path | str, nodes: int = 400) -> Failures:
       Failures in hours from day 0 of the trace to its last event; a cause is 'Level: Class'.
 
     Raises:
-      ValueError: the file is missing or damaged; an event lacks a field or has an invalid one; more than `nodes` nodes.
+      ValueError: the file is damaged; an event lacks a field or has an invalid one; more than `nodes` nodes.
         Names the file and the line.
     """
     path = Path(path)
@@ -79,7 +79,7 @@ def load_lanl(path: Path | str, system: int) -> Failures:
         number of nodes is 0; a cause is one of the six of the records, or 'Unknown' where none is marked.
 
     Raises:
-      ValueError: the file is missing or damaged; a line has the wrong number of fields; a field of the system is not a
+      ValueError: the file is damaged; a line has the wrong number of fields; a field of the system is not a
         valid number or time; the system has no failure. Names the file and the line.
     """
     path = Path(path)
@@ -163,7 +163,5 @@ def _read(path: Path, lines: bool = False) -> Iterator[str]:
                     raise ValueError(f"{path}, line {number + 1}: longer than {_PIECE} characters; correct it.")
                 yield piece
                 number += piece.count("\n")
-    except FileNotFoundError:
-        raise ValueError(f"{path} is not there: give the path of the trace.") from None
     except _DAMAGED as error:
         raise ValueError(f"{path}, after line {number}: {error}; the file is damaged, fetch it again.") from None
