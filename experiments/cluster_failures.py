@@ -43,7 +43,7 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
-from main.pools import Shared
+from main.pools import SharedStream
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
@@ -288,7 +288,7 @@ def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED
 def pool_work(config: Config, clicks: SyntheticClicks, job: ClickJob) -> TrainerWork:
     """Return the work of a pool whose trainers make all --steps together."""
     steps = config.steps or 0
-    stream = Shared(functools.partial(click_stream, clicks, config.batch_size or 0, steps), steps)
+    stream = SharedStream(functools.partial(click_stream, clicks, config.batch_size or 0, steps), steps)
     params = job.init(config.seed)
     return TrainerWork(job.spec, job.loss, job.optimizer, job.row_optimizer, params, stream, easgd())
 

@@ -48,7 +48,7 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
 from main.click_data import click_job, make_model
-from main.pools import Shared
+from main.pools import SharedStream
 from main.report import figures, number, scaled
 from studies.pools import click_stream, trained_pool
 from studies.server_kills import of_its_own
@@ -245,7 +245,7 @@ class QualityJob:
         job = self.job_at_servers.of_seed(self.config.seed + seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed), Shared(stream, batches),
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed), SharedStream(stream, batches),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip

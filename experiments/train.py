@@ -36,7 +36,6 @@ from main.techniques import (
     Techniques,
     as_saved,
     claim_devices,
-    cluster_of,
     home_of,
     job_of,
     make_engine,
@@ -65,7 +64,7 @@ class Config(TechniqueFlags, LearningFlags, DataFlags):
     """Save the state every k steps, 0 for never. By default saving costs at most 1 % of the time, and with --cpr the
     interval follows from --target-pls. The state is saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
     resume: bool = False
-    """Resume the run in --workdir, bit for bit."""
+    """Resume the run in --workdir: bit for bit, unless trainers run freely or CPR restores rows of several steps."""
     requeue: bool = False
     """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
     or scontrol requeue)."""
@@ -228,8 +227,7 @@ def in_processes(config: Config, run: Run, asked: Asked) -> dict:
     """Run one training job by a pool of trainers."""
     data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
-    with cluster_of(config, run) as cluster:
-        results = train_pool(config, run, cluster, data, make_job(config, data), asked)
+    results = train_pool(config, run, data, make_job(config, data), asked)
     run.close(results, listing(results, TABLE))
     return results
 
@@ -262,9 +260,9 @@ def rules(config: Config) -> dict[str, object]:
         ),
         "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience",)),
         "--cpr without --save-every-steps": (config.save_every_steps is None, ("recovery_costs",)),
-        "trainers in one process (those in processes of their own save every minute, and are tested at the end)": (
+        "trainers in one process, as with --tables host or a --pipeline (others are tested at the end alone)": (
             not config.in_processes,
-            ("evaluations", "patience", "save_every_steps"),
+            ("evaluations", "patience", "validation_fraction", "save_every_steps"),
         ),
         "a single seed": (config.seeds == 1, ("table_directory",)),
     }

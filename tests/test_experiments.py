@@ -27,7 +27,7 @@ import tyro
 from hypothesis import given
 from hypothesis import strategies as st
 from main import cli
-from main.pools import Shared
+from main.pools import SharedStream
 from smoke import logged, results, run, smoke
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
@@ -375,7 +375,7 @@ def test_shadowsync_quality_in_processes_is_compared_with_the_emulation_of_its_g
 
 @given(n=st.integers(1, 5), batches=st.integers(5, 40), start=st.integers(0, 9))
 def test_trainers_in_processes_have_equal_shares_of_the_stream_from_any_position(n, batches, start):
-    shared = Shared(lambda: lambda first, every: range(first, batches, every), batches)
+    shared = SharedStream(lambda: lambda first, every: range(first, batches, every), batches)
     shares = [list(shared(trainer, n)(0)) for trainer in range(n)]
     assert {len(share) for share in shares} == {batches // n}
     assert sorted(itertools.chain(*shares)) == list(range(batches // n * n))

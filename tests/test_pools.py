@@ -8,17 +8,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from fleets import Fleet
-from main.flags import DataFlags, absolute, prepared_directory
-from main.pools import Watch, begun
+from main.click_data import synthetic_clicks
+from main.flags import DataFlags, prepared_directory, with_absolute_paths
+from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
 from studies.pauses import Timed, longest_by_state
 from test_trainers import OWN, SPEC
 
 from jaxrec.checkpoint import Checkpointer
-from jaxrec.cluster.trainers import Progress
-from jaxrec.types import DenseState, TrainState
+from jaxrec.cluster.pool import image_of
+from jaxrec.cluster.trainers import Progress, _at_step
 
 PARAMS = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(0.5)}
 
@@ -31,26 +33,51 @@ def rows_of(tables):
 
 def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_newest_image(tmp_path, capsys):
     with Fleet(SPEC, OWN[1]) as fleet, Checkpointer(tmp_path, copy="shards") as checkpointer:
-        assert begun(tmp_path, PARAMS, fleet) == (PARAMS, {})
+        assert not has_image(tmp_path)
         for step, positions in ((1, [2, 3]), (2, [8, 7])):
-            one = jax.tree.map(lambda leaf, by=step: jnp.asarray(leaf + by)[None], PARAMS)
             for name, shard in ((name, shard) for name in SPEC.stacks for shard in range(SPEC.shards)):
                 mine = {part: np.asarray(rows[shard]) + step for part, rows in fleet.tables.parts(name).items()}
                 fleet.tables.with_shard(name, shard, mine)
-            state = TrainState(DenseState(jnp.int32(step), one, ()), fleet.tables)
-            checkpointer.save(state, {"positions": positions})
+            image = image_of(tmp_path, jax.tree.map(lambda leaf, by=step: leaf + by, PARAMS), fleet.tables)
+            checkpointer.save(image, {"positions": positions, "examples": 10 * step, "examples_before": 5})
         saved = rows_of(fleet.tables)
     with Fleet(SPEC, OWN[1], servers=1) as fleet:
-        params, extra = begun(tmp_path, PARAMS, fleet)
+        params, past = restored(tmp_path, PARAMS, fleet)
         jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(lambda leaf: leaf + 2, PARAMS))
         jax.tree.map(np.testing.assert_array_equal, rows_of(fleet.tables), saved)
-    assert extra["positions"] == [8, 7] and "step_00000002" in capsys.readouterr().out
+    assert (
+        has_image(tmp_path)
+        and past["positions"] == [8, 7]
+        and examples_of(past) == 25
+        and "step_00000002" in capsys.readouterr().out
+    )
+
+
+def test_an_image_of_a_run_in_lock_step_is_refused(tmp_path):
+    with Fleet(SPEC, OWN[1]) as fleet, Checkpointer(tmp_path, copy="shards") as checkpointer:
+        checkpointer.save(image_of(tmp_path, PARAMS, fleet.tables), {"techniques": {}})
+    with pytest.raises(ValueError, match="is of a run in lock step, .*: give another --workdir"):
+        has_image(tmp_path)
+
+
+@pytest.mark.parametrize("steps", [6, 7, 8])
+def test_a_trainer_that_starts_at_the_end_of_its_share_has_no_batch(steps):
+    shared = SharedStream(lambda: synthetic_clicks((3, 4), 2, steps, seed=0, test_batches=1).train, steps)
+    shares = [[len(list(shared(trainer, 3)(start))) for start in range(steps // 3 + 1)] for trainer in range(3)]
+    assert shares == [[*range(steps // 3, -1, -1)]] * 3
+
+
+def test_schedules_of_dense_parameters_continue_where_a_trainer_starts():
+    optimizer = optax.adam(optax.linear_schedule(1.0, 0.0, 10))
+    first = _at_step(optimizer.init(PARAMS), 7)
+    change, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), first, PARAMS)
+    np.testing.assert_allclose(change["bias"], -0.3, rtol=1e-5)  # Adam's first step is the rate: its moments are fresh
 
 
 def test_a_stop_saves_and_each_death_is_logged_once():
     logged, saved, asked = [], [], Asked()
     run = types.SimpleNamespace(log=logged.append, directory=Path("d"))
-    watch = Watch(run, types.SimpleNamespace(steps=20), asked, [3, 4])
+    watch = Watch(run, 20, asked)
     death = types.SimpleNamespace(_asdict=lambda: {"kind": "trainer"})
     progress = [Progress(position=5), Progress(position=9)]
     pool = types.SimpleNamespace(progress=progress, failures=[death], save=lambda: saved.append(1))
@@ -58,7 +85,7 @@ def test_a_stop_saves_and_each_death_is_logged_once():
     watch(pool)
     assert logged == [{"kind": "trainer"}] and not saved
     asked.signal = signal.SIGTERM
-    with pytest.raises(Stopped, match="SIGTERM: stopped and saved; go on with"):
+    with pytest.raises(Stopped, match="SIGTERM"):
         watch(pool)
     assert saved == [1]
 
@@ -67,9 +94,9 @@ def test_trainers_find_the_data_from_any_working_directory(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     raw = DataFlags(data="criteo", path=(Path("train.txt"),), min_count=3)
     Path("prepared").mkdir()
-    assert absolute(raw).path == (tmp_path / prepared_directory(raw.path, {"min_count": 3}),)
-    assert absolute(dataclasses.replace(raw, path=(Path("prepared"),))).path == (tmp_path / "prepared",)
-    assert absolute(DataFlags()) == DataFlags()
+    assert with_absolute_paths(raw).path == (tmp_path / prepared_directory(raw.path, {"min_count": 3}),)
+    assert with_absolute_paths(dataclasses.replace(raw, path=(Path("prepared"),))).path == (tmp_path / "prepared",)
+    assert with_absolute_paths(DataFlags()) == DataFlags()
 
 
 def test_pauses_are_told_apart_by_what_went_on_meanwhile(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ threads over shared host tables, or processes over tables at servers.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.files import local_path
-from jaxrec.types import RowOptimizer
+from jaxrec.types import Batch, RowOptimizer
 from main.cli import Flags, rule_of_ray, say
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
@@ -101,7 +101,7 @@ def data_of(config: DataFlags) -> Data:
     return synthetic_data(config) if config.data == "synthetic" else criteo_data(config)
 
 
-def absolute(config):
+def with_absolute_paths(config: DataFlags) -> DataFlags:
     """Return the flags with an absolute path of prepared data, for a process with another working directory."""
     paths = config.path
     if config.data == "criteo" and not paths[0].is_dir():
@@ -109,19 +109,27 @@ def absolute(config):
     return dataclasses.replace(config, path=tuple(local_path(path).resolve() for path in paths))
 
 
-def synthetic_data(config) -> Data:
-    """Return the synthetic click log, sized by the preset, with the metrics of its teacher."""
+def training_stream(config: DataFlags) -> Callable[..., Iterator[Batch]]:
+    """Return `Data.train` alone, for a process that evaluates nothing."""
+    return (_synthetic_clicks(config) if config.data == "synthetic" else data_of(config)).train
+
+
+def _synthetic_clicks(config):
     rows, steps, test_batches = {
         "smoke": (20_000, 100, 8),
         "default": (200_000, 1_000, 50),
         "paper": (33_762_577, 20_000, 500),
     }[config.preset]
-    cardinalities = scaled_cardinalities(config.rows or rows)
-    data = synthetic_clicks(
-        cardinalities, config.batch_size or 2048, config.steps or steps, config.seed, test_batches,
-        epochs=config.epochs, shuffle=config.shuffle, curved=config.curved,
+    return synthetic_clicks(
+        scaled_cardinalities(config.rows or rows), config.batch_size or 2048, config.steps or steps, config.seed,
+        test_batches, epochs=config.epochs, shuffle=config.shuffle, curved=config.curved,
     )  # fmt: skip
-    clicks, teacher = SyntheticClicks(cardinalities, seed=config.seed, curved=config.curved), metrics.empty_evaluation()
+
+
+def synthetic_data(config) -> Data:
+    """Return the synthetic click log, sized by the preset, with the metrics of its teacher."""
+    data, teacher = _synthetic_clicks(config), metrics.empty_evaluation()
+    clicks = SyntheticClicks(data.cardinalities, seed=config.seed, curved=config.curved)
     for batch in data.test():
         found = metrics.evaluate_batch(clicks.teacher_logit(batch), batch.label, batch.weight)
         teacher = metrics.merge(teacher, found)

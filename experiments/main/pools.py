@@ -1,4 +1,4 @@
-"""Training by a pool: trainers in processes of their own over rows at servers, for `train.py --tables remote`.
+"""Training by a pool of trainers in processes of their own over rows at servers: `--tables remote --shadowsync easgd`.
 
 Dead processes are replaced (`jaxrec.cluster.pool`), and images are saved meanwhile. Trainers are never at rest, so the
 model is tested once, at the end, as the mean of its replicas.
@@ -7,7 +7,8 @@ model is tested once, at the end, as the mean of its replicas.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.checkpoint.format import number_of
-from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cluster.pool import PoolStats, TrainerPool
+from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest, restore
+from jaxrec.cluster import Supervisor
+from jaxrec.cluster.pool import PoolStats, TrainerPool, image_of
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.loop import evaluate, planned
-from jaxrec.shadowsync import with_mean_replica
-from jaxrec.sharding import make_mesh
-from jaxrec.types import Batch, DenseState, TrainState
+from jaxrec.sharding import make_mesh, mean_replica
+from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
-from main.flags import absolute, data_of
+from main.flags import training_stream, with_absolute_paths
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
-from main.techniques import SERVER_TIMEOUT_S, rule_of, sync_options
+from main.techniques import SERVER_TIMEOUT_S, cluster_of, rule_of, sync_options
 
 SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedStream:
     """Batch factory of a pool whose n trainers share a stream: trainer i has its batches i, i + n, i + 2 n, ...
 
     Attributes:
@@ -51,19 +50,20 @@ class Shared:
         stream, steps = self.make(), self.batches // trainers
 
         def of(start):
+            if start >= steps:
+                return iter(())
             mine = iter(stream(trainer + start * trainers, trainers))
             return (batch for batch, _ in zip(mine, range(steps - start), strict=False))
 
         return of
 
 
-def train_pool(config, run: Run, cluster: Cluster, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
+def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
     """Train to the end, save and test; return the contents of results.json.
 
     Args:
       config: flags of train.py.
       run: run whose directory gets the images.
-      cluster: the entered cluster.
       data: data of the flags.
       job: model, loss and optimizers, with schedules of a trainer's steps.
       asked: whether to stop.
@@ -71,63 +71,81 @@ def train_pool(config, run: Run, cluster: Cluster, data: Data, job: ClickJob, as
     Raises:
       ValueError: there are fewer batches than trainers; the images are of another run or model.
       Stopped: a signal arrived.
-      OSError: servers or trainers died too often.
+      OSError: servers or trainers died too often, or a trainer failed by itself.
     """
     trainers, directory = config.replicas, run.directory / "checkpoints"
     if data.steps < trainers:
-        raise ValueError(f"{data.steps} batches cannot be shared by {trainers} trainers: give fewer, or more data.")
-    servers = Supervisor(
-        cluster, job.spec, job.row_optimizer, config.number_of_servers, directory=run.directory,
-        timeout_s=SERVER_TIMEOUT_S, client=run.id,
-    )  # fmt: skip
-    with contextlib.closing(servers):
-        params, extra = begun(directory, job.init(config.seed), servers)
-        work = TrainerWork(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, params,
-            Shared(functools.partial(stream_of, absolute(config)), data.steps), rule_of(config),
-            workers=config.workers, **sync_options(config),
-        )  # fmt: skip
-        watch = Watch(run, data, asked, extra.get("positions", [0] * trainers))
-        with asked.held(), TrainerPool(
-            cluster, servers, work, trainers, directory=directory, run=run.id, save_every_seconds=SAVE_EVERY_S,
-            positions=extra.get("positions"), timeout_s=TIMEOUT_S,
-        ) as pool:  # fmt: skip
-            replicas, stats = pool.run(watch)
-            positions = [one.position for one in pool.progress]
-        watch.bar.close()
-        stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *replicas)
-        dense = DenseState(np.int32(0), jax.tree.map(jnp.asarray, stacked), ())
-        state = with_mean_replica(TrainState(dense, servers.tables))
-        with Checkpointer(directory, copy="shards", run=run.id) as checkpointer:
-            step = 1 + max(map(number_of, images(directory)), default=0)
-            last = state._replace(dense=state.dense._replace(step=np.int32(step)))
-            checkpointer.save(last, {"positions": positions, "vocabulary_digest": data.vocabulary_digest})
-        pairs = planned(job.spec, data.test())
-        with contextlib.closing(pairs), asked.held():
-            found = evaluate(state, asked.each(pairs), job.eval_step(make_mesh(devices=jax.devices()[:1])))
-    tested = {f"test_{name}": value for name, value in found.items()}
-    return results_of(stats) | data.best | tested | {"last_state_saved": True}
+        raise ValueError(f"{data.steps} batches cannot be shared by {trainers} trainers: give fewer --trainers.")
+    resumes = has_image(directory)
+    with cluster_of(config, run) as cluster, contextlib.closing(
+        Supervisor(
+            cluster, job.spec, job.row_optimizer, config.number_of_servers, directory=run.directory,
+            timeout_s=SERVER_TIMEOUT_S, client=run.id,
+        )
+    ) as servers, asked.held():  # fmt: skip
+        try:
+            params, past = job.init(config.seed), dict[str, Any]()
+            if resumes:
+                params, past = restored(directory, params, servers)
+            work = TrainerWork(
+                job.spec, job.loss, job.optimizer, job.row_optimizer, params,
+                SharedStream(functools.partial(training_stream, with_absolute_paths(config)), data.steps),
+                rule_of(config), workers=config.workers, **sync_options(config),
+            )  # fmt: skip
+            extra: dict[str, Any] = {"vocabulary_digest": data.vocabulary_digest, "examples_before": examples_of(past)}
+            watch = Watch(run, data.steps // trainers * trainers, asked)
+            with contextlib.closing(watch.bar), TrainerPool(
+                cluster, servers, work, trainers, directory=directory, run=run.id, save_every_seconds=SAVE_EVERY_S,
+                extra=extra, positions=past.get("positions"), timeout_s=TIMEOUT_S,
+            ) as pool:  # fmt: skip
+                replicas, stats = pool.run(watch)
+                extra["positions"] = [one.position for one in pool.progress]
+            mean = jax.tree.map(lambda *leaves: mean_replica(np.concatenate(leaves)), *replicas)
+            last = image_of(directory, mean, servers.tables)
+            with Checkpointer(directory, copy="shards", run=run.id) as checkpointer:
+                checkpointer.save(last, extra | {"examples": stats.examples})
+            with contextlib.closing(planned(job.spec, data.test())) as pairs:
+                found = evaluate(last, asked.each(pairs), job.eval_step(make_mesh(devices=jax.devices()[:1])))
+        except (ShardsLost, RuntimeError) as error:  # of a server at rest; of a trainer that has failed
+            raise OSError(f"{error}; {go_on_with(run)}") from error
+        except Stopped as stopped:
+            raise Stopped(stopped.signal, f"stopped and saved; {go_on_with(run)}") from None
+    results = results_of(stats) | {"examples": examples_of(past) + stats.examples}
+    return results | data.best | {f"test_{name}": value for name, value in found.items()} | {"last_state_saved": True}
 
 
-def begun(directory: Path, params: Any, servers: Supervisor) -> tuple[Any, dict[str, Any]]:
-    """Return parameters of one replica, and what was saved beside them; the servers get the rows of the newest image.
+def has_image(directory: Path) -> bool:
+    """Whether a directory holds an image of a pool.
+
+    Raises:
+      ValueError: it holds one of another kind of run.
+    """
+    for path in images(directory):
+        with contextlib.suppress(DamagedImage):
+            if "positions" not in read_manifest(path).extra:
+                raise ValueError(
+                    f"{path} is of a run in lock step, which trainers in processes cannot go on with: give another "
+                    "--workdir, or a --pipeline to train in lock step."
+                )
+    return bool(images(directory))
+
+
+def examples_of(extra: Mapping[str, Any]) -> int:
+    """Return the examples trained before an image, over all processes of its run."""
+    return extra.get("examples", 0) + extra.get("examples_before", 0)
+
+
+def restored(directory: Path, params: Any, servers: Supervisor) -> tuple[Any, dict[str, Any]]:
+    """Return the parameters of the newest intact image, and the values saved with it; the servers get its rows.
 
     Args:
       directory: images of the run.
-      params: initial parameters, returned with {} if nothing is saved.
+      params: parameters of one replica, as a template.
       servers: new servers.
     """
-    if not images(directory):
-        return params, {}
-    one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], params)
-    state, image = restore(directory, TrainState(DenseState(jnp.int32(0), one, ()), servers.tables))
+    state, image = restore(directory, image_of(directory, params, servers.tables))
     say(f"going on from {image.path}, with fresh optimizer states of the dense parameters: not bit for bit")
-    return jax.tree.map(lambda leaf: leaf[0], state.dense.params), image.extra
-
-
-def stream_of(config) -> Callable[[int, int], Iterator[Batch]]:
-    """Return (first, every) -> batches, in the process of a trainer."""
-    return data_of(config).train
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], state.dense.params), image.extra
 
 
 class Watch:
@@ -135,31 +153,31 @@ class Watch:
 
     Args:
       run: run whose metrics.jsonl gets a row for each death.
-      data: training data.
+      steps: steps of all trainers together.
       asked: whether to stop.
-      positions: first batch of each trainer.
     """
 
-    def __init__(self, run: Run, data: Data, asked: Asked, positions: Sequence[int]):
-        self._run, self._asked, self._told = run, asked, 0
-        self.bar = tqdm(total=data.steps, initial=sum(positions), unit="batch", disable=None)
+    def __init__(self, run: Run, steps: int, asked: Asked):
+        self._run, self._asked, self._logged = run, asked, 0
+        self.bar = tqdm(total=steps, unit="batch", disable=None)
 
     def __call__(self, pool: TrainerPool) -> None:
-        """Called some times a second."""
+        """Called several times a second."""
         self.bar.update(sum(one.position for one in pool.progress) - self.bar.n)
-        for failure in pool.failures[self._told :]:
-            self._told += 1
+        for failure in pool.failures[self._logged :]:
+            self._logged += 1
             self._run.log(failure._asdict())
         if self._asked:
             pool.save()
-            raise Stopped(self._asked.signal or 0, f"stopped and saved; {go_on_with(self._run)}")
+            self._asked.check()
 
 
 def results_of(stats: PoolStats) -> dict[str, Any]:
-    """Return the part of results.json about training, of this process."""
+    """Return the part of results.json about training; since the last resume."""
+    gaps = [gap for gap in stats.average_sync_gap if math.isfinite(gap)]
     return {
-        "steps": sum(stats.steps), "examples": stats.examples, "examples_lost": stats.examples_lost,
-        "train_seconds": stats.seconds, "examples_per_s": stats.examples_per_s,
-        "sync_gap_steps": float(np.mean(stats.average_sync_gap)), "replica_spread": stats.replica_spread,
+        "steps": sum(stats.steps), "examples_lost": stats.examples_lost, "train_seconds": stats.seconds,
+        "examples_per_s": stats.examples_per_s, "replica_spread": stats.replica_spread,
         "processes_replaced": len(stats.failures), "rows_lost": stats.rows_lost,
+        **({"sync_gap_steps": float(np.mean(gaps))} if gaps else {}),
     }  # fmt: skip

@@ -1,7 +1,6 @@
 """Steps of trainers in processes, timed by their streams, by what went on in other processes meanwhile."""
 
 import bisect
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -72,7 +71,7 @@ def state_between(samples: Sequence[tuple[float, str]], begin: float, end: float
 def longest_by_state(directory: Path, samples: Sequence[tuple[float, str]]) -> dict[str, Any]:
     """Return how long the longest step of a trainer was in each state, over the median of all its steps.
 
-    A step lasts from one batch to the next. The first two of a process, which compile, do not count.
+    A step lasts from one batch to the next of any worker. The first two of a process, which compile, do not count.
 
     Args:
       directory: directory of `Timed`.
@@ -83,13 +82,13 @@ def longest_by_state(directory: Path, samples: Sequence[tuple[float, str]]) -> d
     """
     found: dict[str, list[float]] = {state: [] for state in STATES}
     for path in directory.iterdir():
-        with contextlib.suppress(ValueError):  # no whole number of records
-            instants = np.frombuffer(path.read_bytes(), np.float64)[2:]
-            if len(instants) < 2:
-                continue
-            median = np.median(np.diff(instants))
-            for begin, end in itertools.pairwise(instants):
-                if state := state_between(samples, begin, end):
-                    found[state].append((end - begin) / median)
+        content = path.read_bytes()
+        instants = np.frombuffer(content[: len(content) // 8 * 8], np.float64)[2:]  # a kill may have torn the last one
+        if len(instants) < 2:
+            continue
+        median = np.median(np.diff(instants))
+        for begin, end in itertools.pairwise(instants):
+            if state := state_between(samples, begin, end):
+                found[state].append((end - begin) / median)
     counts = {f"steps_{state}": len(steps) for state, steps in found.items()}
     return counts | {f"longest_step_over_median_{state}": max(steps) for state, steps in found.items() if steps}

@@ -179,16 +179,11 @@ def _write_files(partial, image):
     """Write and flush the arrays, then the manifest with their checksums."""
     theirs = image.write_remote_rows(partial) if image.write_remote_rows else {}
     pieces = itertools.chain(_pieces(image.arrays), filter(None, image.later))
-    for number, arrays in enumerate(pieces):
-        _write_arrays(partial / f"{_ARRAYS}.{number:04d}", arrays)
-    mine = sorted(
-        file for file in partial.rglob("*") if file.is_file() and str(file.relative_to(partial)) not in theirs
-    )
-    sums = {str(file.relative_to(partial)): _checksum(file) for file in mine} | theirs
+    sums = _write_pieces(partial, _ARRAYS, pieces) | theirs
     body = json.dumps({"format": FORMAT, **image.manifest, "files": sums})
     (partial / MANIFEST).write_text(body + "\n" + hashlib.sha256(body.encode()).hexdigest() + "\n")
-    for file in [*mine, partial / MANIFEST, *(d for d in partial.rglob("*") if d.is_dir()), partial]:
-        sync(file)
+    for path in (partial / MANIFEST, partial):
+        sync(path)
 
 
 def write_leaves(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
@@ -202,10 +197,15 @@ def write_leaves(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> d
     Returns:
       {file: [bytes, crc32]}, for the manifest.
     """
+    return _write_pieces(directory, f"{_ARRAYS}.{name}", _pieces(arrays))
+
+
+def _write_pieces(directory, name, pieces):
+    """Write and flush dicts of arrays, each in a directory of its own; return {file: [bytes, crc32]}."""
     sums: dict[str, list[int]] = {}
-    for number, piece in enumerate(_pieces(arrays)):
-        where = directory / f"{_ARRAYS}.{name}.{number:04d}"
-        _write_arrays(where, piece)
+    for number, arrays in enumerate(pieces):
+        where = directory / f"{name}.{number:04d}"
+        _write_arrays(where, arrays)
         files = sorted(file for file in where.rglob("*") if file.is_file())
         for path in [*files, *(d for d in where.rglob("*") if d.is_dir()), where]:
             sync(path)

@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from jaxrec.cluster.servers import RayServer
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
 from jaxrec.cluster.sync_servers import SyncServer, assign_leaves
 from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examples_in
+from jaxrec.embedding import Tables
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
 from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floating
@@ -147,6 +148,7 @@ class TrainerPool:
       directory: directory of images, the newest of which restores the rows of a dead server; None for initial rows.
       save_every_seconds: interval at which an image of all rows is saved into the directory; None to not save.
       run: run id of the images; that of the directory, or a new one, if None.
+      extra: further JSON values to save with each image.
       positions: number of the first batch of each trainer, such as `extra["positions"]` of an image whose rows the
         servers have; None for 0.
       timeout_s: seconds after which a process that does not answer counts as dead.
@@ -164,14 +166,16 @@ class TrainerPool:
     def __init__(
         self, cluster: Cluster, servers: Supervisor, work: TrainerWork, trainers: int = 2, *, sync_servers: int = 1,
         cores: Sequence[Sequence[int]] | None = None, directory: str | Path | None = None,
-        save_every_seconds: float | None = None, run: str | None = None, positions: Sequence[int] | None = None,
-        timeout_s: float = 30.0, most_deaths: int = 8, resources: dict[str, float] | None = None,
+        save_every_seconds: float | None = None, run: str | None = None, extra: Mapping[str, Any] | None = None,
+        positions: Sequence[int] | None = None, timeout_s: float = 30.0, most_deaths: int = 8,
+        resources: dict[str, float] | None = None,
     ):  # fmt: skip
         _check(cluster, work, trainers, cores, positions, directory, save_every_seconds)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
         self._servers, self._work, self._cores, self._resources = servers, work, cores, resources
         self._sync_servers = SyncServers(work.rule, initial_leaves(work.params)[1], trainers, sync_servers, timeout_s)
+        self._extra = dict(extra or {})
         self._tables = PoolTables(servers, directory, save_every_seconds, work.params, run)
         self._packed = packed(work)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
@@ -249,13 +253,21 @@ class TrainerPool:
           ValueError: the pool does not save.
           OSError: it was not saved, as the disk is full or a server is dead; older images are unchanged.
         """
-        self._tables.save(self._saved_with)
+        self._tables.save(self._beside_rows)
 
-    def _saved_with(self):
-        """Return what an image holds beside the rows: leaves of one replica or None, and the positions."""
+    def _beside_rows(self):
+        """Return what an image holds beside the rows: leaves of one replica, and positions and examples so far.
+
+        Raises:
+          OSError: no process has parameters that answer for these positions.
+        """
         # The positions first: a batch may be trained twice after a restore, and none is left out.
-        positions = [one.position for one in self._progress]
-        return self._sync_servers.leaves() or self._newest_leaves(), {"positions": positions}
+        progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
+        positions = {"positions": [one.position for one in progress], "examples": sum(one.examples for one in progress)}
+        leaves = self._sync_servers.leaves() or self._newest_leaves()
+        if leaves is None and self._work.rule is not None and positions["examples"]:
+            raise OSError("an image was not saved: no trainer or sync server has sent its parameters")
+        return leaves, self._extra | positions
 
     def _running(self):
         return [n for n in range(len(self._trainers)) if n not in self._params and n not in self._given_up]
@@ -339,7 +351,7 @@ class TrainerPool:
                 self._trainers[number].handle.call("replace_sync_server", index, self._sync_servers.handles[index])
 
     def _check_servers(self, running):
-        for server, reason in self._tables.restore_lost(self._saved_with).items():
+        for server, reason in self._tables.restore_lost(self._beside_rows).items():
             self._record_failure("server", server.index, reason)
             handle = ServerHandle(server.actor, str(server))
             for number in running:
@@ -370,6 +382,13 @@ def _check(cluster, work, trainers, cores, positions, directory, save_every_seco
             raise ValueError(
                 f"save_every_seconds={save_every_seconds:g} needs a directory to save into: give directory=."
             )
+
+
+def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
+    """Return the next image of a pool in a directory: parameters of one replica over the rows, without optimizers."""
+    number = 1 + max(map(number_of, images(directory)), default=0)
+    one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], params)
+    return TrainState(DenseState(jnp.asarray(number, jnp.int32), one, ()), tables)
 
 
 class SyncServers:
@@ -508,12 +527,12 @@ class PoolTables:
             return False
         return True
 
-    def restore_lost(self, saved_with: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
+    def restore_lost(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
 
         Args:
-          saved_with: returns what an image holds beside the rows: the floating leaves of one replica, or None for the
-            initial ones, and further values.
+          beside_rows: returns what an image holds beside the rows: the floating leaves of one replica, or None for the
+            initial ones, and further values; raises OSError if there are none.
 
         Returns:
           {successor: reason of the death}.
@@ -525,7 +544,11 @@ class PoolTables:
         if not lost:
             saving = self._saving is not None and self._saving.is_alive()
             if self._saver is not None and not saving and time.monotonic() - self._saved_at >= self._every:
-                self._start_save(*saved_with())
+                try:
+                    self._start_save(*beside_rows())
+                except OSError as error:
+                    self._saved_at = time.monotonic()
+                    warnings.warn(str(error), stacklevel=2)
             return {}
         if self._saving is not None:
             self._saving.join()  # it fails, as shards are lost
@@ -536,8 +559,8 @@ class PoolTables:
         after = self._servers.in_use
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
 
-    def save(self, saved_with: Callable[[], tuple[list | None, dict]]) -> None:
-        """Save an image now, and wait for it; `saved_with` as for `restore_lost`.
+    def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
+        """Save an image now, and wait for it; `beside_rows` as for `restore_lost`.
 
         Raises:
           ValueError, OSError: as for `TrainerPool.save`.
@@ -546,7 +569,7 @@ class PoolTables:
             raise ValueError("this pool does not save: give directory= and save_every_seconds=.")
         if self._saving is not None:
             self._saving.join()
-        self._start_save(*saved_with()).join()
+        self._start_save(*beside_rows()).join()
         if self._failure is not None:
             raise OSError(f"an image was not saved: {self._failure}") from self._failure
 
@@ -559,12 +582,12 @@ class PoolTables:
 
     def _save(self, saver, leaves, extra):
         params = self._params if leaves is None else with_floating(self._params, leaves)
-        one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], params)
-        step = 1 + max(map(number_of, images(saver.directory)), default=0)
         try:
-            saver.save(TrainState(DenseState(jnp.asarray(step, jnp.int32), one, ()), self._servers.tables), extra)
+            if not all(np.isfinite(leaf).all() for leaf in leaves or ()):
+                raise FloatingPointError("the parameters are not finite")
+            saver.save(image_of(saver.directory, params, self._servers.tables), extra)
             saver.wait()
-        except (ShardsLost, OSError) as error:
+        except Exception as error:  # the thread must not end in silence; training goes on
             self._failure = error
             warnings.warn(f"an image was not saved: {error}", stacklevel=2)
 

@@ -57,7 +57,7 @@ class Process:
         self.lifetime = self.actor.lifetime.options(concurrency_group="lifetime").remote()
         self._pid = self.handle.call("process_id")
         self._pending: RayAnswer | None = None
-        self._started_at, self._answered_at = time.monotonic(), -math.inf
+        self._started_at, self._asked_at, self._answered_at = time.monotonic(), 0.0, -math.inf
 
     @property
     def pid(self) -> int | None:
@@ -71,12 +71,13 @@ class Process:
         """Return why the process counts as dead; '' if it is alive.
 
         Args:
-          timeout_s: maximum seconds between answers to `poll`; `START_TIMEOUT_S`, if longer, until the first one.
+          timeout_s: maximum seconds until a call of `poll` is answered; `START_TIMEOUT_S`, if longer, for the first.
         """
         now, start_timeout_s = time.monotonic(), max(START_TIMEOUT_S, timeout_s)
         if self._answered_at == -math.inf and now - self._started_at > start_timeout_s:
             return f"{self.name} has not started within {start_timeout_s:g} s"
-        if now - self._answered_at > timeout_s and self._answered_at > -math.inf:
+        # Since the call, not since the last answer: this process may itself have waited for something else meanwhile.
+        if self._answered_at > -math.inf and self._pending is not None and now - self._asked_at > timeout_s:
             return f"{self.name} has not answered for {timeout_s:g} s"
         return death_reason(self.lifetime, self.name)
 
@@ -90,7 +91,8 @@ class Process:
         Starts a call if none is pending. Errors give None: `death_reason` reports them.
         """
         try:
-            self._pending = self._pending or self.handle.call(method)
+            if self._pending is None:
+                self._asked_at, self._pending = time.monotonic(), self.handle.call(method)
             found = self._pending.result(0)
         except TimeoutError:
             return None

@@ -72,6 +72,7 @@ REFUSED = {
     "--shadowsync easgd --tables remote --evaluations 4": "--evaluations 4 is for trainers in one process",
     "--shadowsync easgd --tables remote --patience 2": "--patience 2 is for trainers in one process",
     "--shadowsync easgd --tables remote --save-every-steps 5": "--save-every-steps 5 is for trainers in one process",
+    "--shadowsync easgd --tables remote --data criteo --path x --validation-fraction 0.1": "0.1 is for trainers in one",
     "--shadowsync easgd --tables remote --spares 1": "--spares 1 is for --tables remote with --cpr",
     "--shadowsync easgd --workers 2": "--workers 2 is for trainers that run freely",
     "--tables host --workers 2": "--workers 2 is for trainers that run freely",
