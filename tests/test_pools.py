@@ -34,7 +34,7 @@ def rows_of(tables):
 def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_newest_image(tmp_path, capsys):
     with Fleet(SPEC, OWN[1]) as fleet, Checkpointer(tmp_path, copy="shards") as checkpointer:
         assert not has_image(tmp_path)
-        for step, positions in ((1, [2, 3]), (2, [8, 7])):
+        for step, positions in ((1, [2, 3]), (2, [5, 4]), (3, [8, 7])):
             for name, shard in ((name, shard) for name in SPEC.stacks for shard in range(SPEC.shards)):
                 mine = {part: np.asarray(rows[shard]) + step for part, rows in fleet.tables.parts(name).items()}
                 fleet.tables.with_shard(name, shard, mine)
@@ -43,13 +43,13 @@ def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_ne
         saved = rows_of(fleet.tables)
     with Fleet(SPEC, OWN[1], servers=1) as fleet:
         params, past = restored(tmp_path, PARAMS, fleet)
-        jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(lambda leaf: leaf + 2, PARAMS))
+        jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(lambda leaf: leaf + 3, PARAMS))
         jax.tree.map(np.testing.assert_array_equal, rows_of(fleet.tables), saved)
     assert (
         has_image(tmp_path)
         and past["positions"] == [8, 7]
-        and examples_of(past) == 25
-        and "step_00000002" in capsys.readouterr().out
+        and examples_of(past) == 35
+        and "step_00000003" in capsys.readouterr().out
     )
 
 

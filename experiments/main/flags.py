@@ -106,7 +106,7 @@ def with_absolute_paths(config: DataFlags) -> DataFlags:
     paths = config.path
     if config.data == "criteo" and not paths[0].is_dir():
         paths = (prepared_directory(paths, preparation(config)),)
-    return dataclasses.replace(config, path=tuple(local_path(path).resolve() for path in paths))
+    return dataclasses.replace(config, path=tuple(local_path(path) for path in paths))
 
 
 def training_stream(config: DataFlags) -> Callable[..., Iterator[Batch]]:
