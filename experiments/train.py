@@ -277,7 +277,7 @@ def rules(config: Config) -> dict[str, object]:
             config.cpr != "none" and config.save_every_steps == 0
         ),
     }
-    return rules_of(config) | unread(config, read_by) | of_this_job
+    return unread(config, read_by) | of_this_job | rules_of(config)  # which ends with that of Ray
 
 
 if __name__ == "__main__":

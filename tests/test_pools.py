@@ -20,7 +20,7 @@ from test_trainers import OWN, SPEC
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.cluster.pool import image_of
-from jaxrec.cluster.trainers import Progress, _at_step
+from jaxrec.cluster.trainers import Progress, at_step
 
 PARAMS = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(0.5)}
 
@@ -69,7 +69,7 @@ def test_a_trainer_that_starts_at_the_end_of_its_share_has_no_batch(steps):
 
 def test_schedules_of_dense_parameters_continue_where_a_trainer_starts():
     optimizer = optax.adam(optax.linear_schedule(1.0, 0.0, 10))
-    first = _at_step(optimizer.init(PARAMS), 7)
+    first = at_step(optimizer.init(PARAMS), 7)
     change, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), first, PARAMS)
     np.testing.assert_allclose(change["bias"], -0.3, rtol=1e-5)  # Adam's first step is the rate: its moments are fresh
 

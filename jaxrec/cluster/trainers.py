@@ -184,7 +184,7 @@ class RetryingTables(RemoteTables):
             self._changed.notify_all()
 
 
-def _at_step(opt_state, step):
+def at_step(opt_state, step):
     """Return an optimizer state with the count of steps of its optax schedules set."""
     is_schedule = lambda state: isinstance(state, optax.ScaleByScheduleState)
     moved = lambda state: state._replace(count=state.count + step) if is_schedule(state) else state
@@ -295,7 +295,7 @@ class TrainerProcess:
         begin = work.params if params is None else with_floating(work.params, params)
         dense = init_state(begin, work.optimizer, tables, make_mesh(devices=jax.local_devices()[:1])).dense
         # Schedules of rows and of dense parameters continue.
-        dense = dense._replace(step=dense.step + start, opt_state=_at_step(dense.opt_state, start))
+        dense = dense._replace(step=dense.step + start, opt_state=at_step(dense.opt_state, start))
         if work.rule is not None:
             with self._lock:
                 now = [self._sync_servers.get(number, server) for number, server in enumerate(sync_servers)]
