@@ -103,9 +103,7 @@ def data_of(config: DataFlags) -> Data:
 
 def with_absolute_paths(config: DataFlags) -> DataFlags:
     """Return the flags with an absolute path of prepared data, for a process with another working directory."""
-    paths = config.path
-    if config.data == "criteo" and not paths[0].is_dir():
-        paths = (prepared_directory(paths, preparation(config)),)
+    paths = (prepared_criteo(config),) if config.data == "criteo" else config.path
     return dataclasses.replace(config, path=tuple(local_path(path) for path in paths))
 
 
@@ -140,15 +138,20 @@ def synthetic_data(config) -> Data:
     )
 
 
+def prepared_criteo(config: DataFlags) -> Path:
+    """Return the prepared directory that the flags give, or in which their raw files are to be prepared."""
+    first = config.path[0]
+    return first if first.is_dir() else prepared_directory(config.path, preparation(config))
+
+
 def criteo_data(config) -> Data:
     """Return Criteo rows, preparing them in the current directory if necessary."""
     from jaxrec.data.criteo import prepare
 
-    directory, options = config.path[0], preparation(config)
-    if not directory.is_dir():
-        directory = prepared_directory(config.path, options)
+    directory = prepared_criteo(config)
+    if directory != config.path[0]:
         say(f"preparing {', '.join(map(str, config.path))} in {directory}")
-        prepare(config.path, directory, **options)
+        prepare(config.path, directory, **preparation(config))
     data = criteo_clicks(
         directory, config.batch_size, config.steps, epochs=config.epochs,
         shuffle_seed=config.seed if config.shuffle else None, validation_fraction=config.validation_fraction,

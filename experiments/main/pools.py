@@ -7,6 +7,7 @@ model is tested once, at the end, as the mean of its replicas.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -52,8 +53,7 @@ class SharedStream:
         def of(start):
             if start >= steps:
                 return iter(())
-            mine = iter(stream(trainer + start * trainers, trainers))
-            return (batch for batch, _ in zip(mine, range(steps - start), strict=False))
+            return itertools.islice(stream(trainer + start * trainers, trainers), steps - start)
 
         return of
 
@@ -120,14 +120,15 @@ def has_image(directory: Path) -> bool:
     Raises:
       ValueError: it holds one of another kind of run.
     """
-    for path in images(directory):
+    saved = images(directory)
+    for path in saved:
         with contextlib.suppress(DamagedImage):
             if "positions" not in read_manifest(path).extra:
                 raise ValueError(
                     f"{path} is of a run in lock step, which trainers in processes cannot go on with: give another "
                     "--workdir, or a --pipeline to train in lock step."
                 )
-    return bool(images(directory))
+    return bool(saved)
 
 
 def examples_of(extra: Mapping[str, Any]) -> int:

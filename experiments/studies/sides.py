@@ -151,6 +151,19 @@ class JaxSide:
         read = sum(leaf.nbytes for leaf in jax.tree.leaves(rows))
         return (read + planned.output_size_in_bytes + planned.temp_size_in_bytes) / 2**20
 
+    @functools.cached_property
+    def _read_and_put(self):
+        """The tables' `read` and `put`, compiled where they are on the device."""
+        import jax
+
+        from jaxrec.embedding import DeviceTables
+
+        reader = lambda tables, plans: tables.read(plans)
+        putter = lambda tables, plans, new: tables.put(plans, new)
+        if isinstance(self.state.tables, DeviceTables):
+            return jax.jit(reader), jax.jit(putter, donate_argnums=0)
+        return reader, putter
+
     def parts(self, repeats: int) -> dict[str, float]:
         """Mean seconds of plan, read, update and put, each synchronised, on the same batches."""
         import jax
@@ -158,11 +171,7 @@ class JaxSide:
         from jaxrec.embedding import DeviceTables, plan
 
         on_device = isinstance(self.state.tables, DeviceTables)
-        reader = lambda tables, plans: tables.read(plans)
-        putter = lambda tables, plans, new: tables.put(plans, new)
-        if on_device:
-            reader, putter = jax.jit(reader), jax.jit(putter, donate_argnums=0)
-        tables = self.state.tables
+        (reader, putter), tables = self._read_and_put, self.state.tables
         times = {name: list[float]() for name in ("plan", "read", "update", "put")}
         for i in range(repeats):
             batch, marks = self.batches[i % BATCHES], [time.perf_counter()]

@@ -84,7 +84,6 @@ class PoolStats(NamedTuple):
     rounds: list[int]
     bytes: list[int]  # sent and received by synchronisation
     average_sync_gap: list[float]  # steps per round; inf without a round
-    longest_step_over_median: list[float]  # of the newest incarnation, without waits for rows
     waited_for_rows_s: list[float]
     rows_lost: int  # row updates dropped because a server was dead
     replica_spread: float  # of the trainers that are done
@@ -124,9 +123,6 @@ def stats_of(
         rounds=rounds,
         bytes=all_of("bytes"),
         average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
-        longest_step_over_median=[
-            one.longest_step_s / one.median_step_s if one.median_step_s else 0 for one in progress
-        ],
         waited_for_rows_s=all_of("waited_for_rows_s"),
         rows_lost=sum(all_of("rows_lost")),
         replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
@@ -542,13 +538,7 @@ class PoolTables:
         """
         lost, before = self._servers.tables.lost, self._servers.in_use
         if not lost:
-            saving = self._saving is not None and self._saving.is_alive()
-            if self._saver is not None and not saving and time.monotonic() - self._saved_at >= self._every:
-                try:
-                    self._start_save(*beside_rows())
-                except OSError as error:
-                    self._saved_at = time.monotonic()
-                    warnings.warn(str(error), stacklevel=2)
+            self._save_if_due(beside_rows)
             return {}
         if self._saving is not None:
             self._saving.join()  # it fails, as shards are lost
@@ -572,6 +562,16 @@ class PoolTables:
         self._start_save(*beside_rows()).join()
         if self._failure is not None:
             raise OSError(f"an image was not saved: {self._failure}") from self._failure
+
+    def _save_if_due(self, beside_rows):
+        saving = self._saving is not None and self._saving.is_alive()
+        if self._saver is None or saving or time.monotonic() - self._saved_at < self._every:
+            return
+        try:
+            self._start_save(*beside_rows())
+        except OSError as error:
+            self._saved_at = time.monotonic()
+            warnings.warn(str(error), stacklevel=2)
 
     def _start_save(self, leaves, extra):
         self._saved_at, self._failure = time.monotonic(), None

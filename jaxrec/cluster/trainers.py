@@ -68,8 +68,6 @@ class Progress(NamedTuple):
     steps: int = 0
     rounds: int = 0
     bytes: int = 0  # sent and received by synchronisation
-    longest_step_s: float = 0.0  # between the ends of a worker's successive steps, without waits for rows
-    median_step_s: float = 0.0
     waited_for_rows_s: float = 0.0
     rows_lost: int = 0  # row updates dropped because a server was dead
     lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as the trainer knows
@@ -201,7 +199,7 @@ class TrainerProcess:
         self._sync_client: Any = None
         self._sync: Any = None
         self._stream = Stream(iter(()), 0)
-        self._steps, self._times = 0, list[float]()
+        self._steps = 0
         self._params: Any = None
         # Successors announced so far: {shards: server} and {number: sync server}.
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
@@ -232,12 +230,11 @@ class TrainerProcess:
 
     def progress(self) -> Progress:
         """Return the progress so far."""
-        tables, sync, times = self._tables, self._sync, self._times[1:]  # without the first, which compiles
+        tables, sync = self._tables, self._sync
         with self._lock:
             return Progress(
                 self._stream.position, self._stream.examples, self._steps,
                 getattr(sync, "rounds", 0), getattr(sync, "bytes", 0),
-                max(times, default=0.0), float(np.median(times)) if times else 0.0,
                 tables.waited_s if tables else 0.0, tables.rows_lost if tables else 0, tables.lost if tables else (),
                 self._state, self._reason,
             )  # fmt: skip
@@ -301,7 +298,7 @@ class TrainerProcess:
                 now = [self._sync_servers.get(number, server) for number, server in enumerate(sync_servers)]
                 self._sync_client = SyncClient(work.rule, work.params, number, incarnation, now, timeout_s)
             self._sync = self._synchroniser(work, number)
-        self._state, self._last = "training", threading.local()
+        self._state = "training"
         (dense,), _ = train_stretch(
             FreeStep(spec, work.loss, *own), [dense], tables, [self._stream],
             (lambda _: self._sync) if self._sync else None, work.workers, self._after_step,
@@ -314,11 +311,6 @@ class TrainerProcess:
         return Shadow(self._sync_client, number, work.pace_seconds, work.core_share)
 
     def _after_step(self, trainer, step, metrics):
-        now, waited = time.monotonic(), self._tables.waited_s
         self._stream.trained(self._stream.number())
-        before = getattr(self._last, "at", None)
         with self._lock:
             self._steps += 1
-            if before is not None:
-                self._times.append(now - before[0] - (waited - before[1]))
-        self._last.at = now, waited
