@@ -259,13 +259,18 @@ def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[
         panels = {"new examples/s": {name: lines[name] for name in dict.fromkeys(("none", arm))}}
         if arm != "none":
             plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
+    draw_overheads(run.directory / "overheads.png", results)
+
+
+def draw_overheads(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw the parts of the overhead of each arm."""
     parts = {
         f"{arm}: {number(results[f'{arm}_overhead_percent'], 3)} % in all": {
             part: results[f"{arm}_{part}_percent"] for part in (*PARTS, "saving")
         }
-        for arm in killers if arm != "none"
+        for arm in ARMS if arm != "none"
     }  # fmt: skip
-    stacked_bars(run.directory / "overheads.png", parts, "parts, % of the time of none", finding_overheads(results))
+    stacked_bars(path, parts, "parts, % of the time of none", finding_overheads(results))
 
 
 def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:

@@ -37,6 +37,7 @@ Criteo and 45 to 60 on 5M examples, on one core.
 import dataclasses
 import itertools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -177,13 +178,17 @@ def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
 
 
 def draw(run: Run, config: Config, results: dict[str, Any], bars_of: dict[str, dict[str, float]]) -> None:
-    """Plot the parts of the overhead, and the accuracy lost by each scheme."""
+    """Plot the parts of the overhead, and the accuracy."""
     title = finding_overhead(results, config.setting)
     stacked_bars(run.directory / "overhead.png", bars_of, "modelled overhead, % of useful time", title)
+    draw_accuracy(run.directory / "accuracy.png", results, config.failures)
+
+
+def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None:
+    """Plot the accuracy lost by each scheme."""
     label = "test AUC lost, 1e-5"
     lost = {scheme: scaled(figures(results)[f"cpr_{scheme}_test_auc_loss"], 1e5) for scheme in SCHEMES}
-    title = finding_accuracy(results, config.failures)
-    bars(run.directory / "accuracy.png", {label: {"": lost}}, title, {label: {"margin": 1e5 * MARGIN}})
+    bars(path, {label: {"": lost}}, finding_accuracy(results, failures), {label: {"margin": 1e5 * MARGIN}})
 
 
 def main(config: Config) -> dict:

@@ -2,31 +2,84 @@
 
     python experiments/results_page.py
 
-claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, and the keys of its figures,
-which are read from the result files. Commands are taken from docs/measured.md, which tests check against the files.
+claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, the keys of its figures and its
+picture. Figures are read from experiments/results/MACHINE/NAME.json, with a row for each machine that has the file, and
+pictures are drawn from it. Commands are taken from docs/measured.md, which tests check against the files.
 """
 
 import base64
+import hashlib
 import html
 import json
 import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+import cluster_failures
+import cpr_overhead
+import oac_throughput
+import shadowsync_isolation
+import shadowsync_quality
+import shadowsync_scaling
 
 from jaxrec.files import atomic_write
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
 MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
-PICTURES = {"oac_over_sync.png": "The rate of each mode over that of sync; the link is emulated, no link is measured"}
-HEAD = "Every claim of the three abstracts, as far as two CPU cores can tell. Only the abstracts could be read."
-_RUN = re.compile(r"^`(python experiments/[^`]*)`[^\n]*\n\[(\w+)\.json\]", re.M)
-_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:75rem;margin:auto;padding:1rem;color:#111}
-.wide{overflow-x:auto;margin-bottom:1rem}table{border-collapse:collapse;font-size:.85rem}
+HEAD = (
+    "Every claim of the three abstracts, as far as two CPU cores can tell. Only the abstracts could be read. "
+    "The last column of a table leads to the run: its command, machine, date and file."
+)
+_RUN = re.compile(
+    r"^`(python experiments/[^`]*)`[^\n]*\n\[\w+\.json\]\(\.\./experiments/results/(\w+/\w+)\.json\)", re.M
+)
+_STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#111}
+.wide{overflow-x:auto;margin-bottom:1rem}table{border-collapse:collapse;font-size:.9rem}
 th,td{border:1px solid #999;padding:.3rem .5rem;
-text-align:left;vertical-align:top}th{background:#eee}code{font-size:.8rem;overflow-wrap:anywhere}img{max-width:100%}"""
+text-align:left;vertical-align:top}th{background:#eee}code,h3{overflow-wrap:anywhere}img{max-width:100%}"""
+
+# How the picture of a results file is drawn: (its content, empty directory).
+PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
+    "oac_throughput": lambda found, to: oac_throughput.draw_ratios(to / "over_sync.png", found["results"]),
+    "shadowsync_quality_criteo": lambda found, to: shadowsync_quality.draw(_run(to), found["results"]),
+    "shadowsync_scaling_processes": lambda found, to: shadowsync_scaling.draw_measured(_run(to), found["results"]),
+    "shadowsync_isolation": lambda found, to: shadowsync_isolation.draw(_run(to), found["results"]),
+    "cpr_overhead_criteo": lambda found, to: cpr_overhead.draw_accuracy(
+        to / "accuracy.png", found["results"], found["config"]["failures"]
+    ),
+    "cluster_failures": lambda found, to: cluster_failures.draw_overheads(to / "overheads.png", found["results"]),
+}
+
+
+class Run(NamedTuple):
+    """A results file: the folder of its machine, its name and content, and the command that produced it."""
+
+    machine: str
+    name: str
+    found: Mapping[str, Any]
+    command: str
+
+    @property
+    def file(self) -> str:
+        return f"../experiments/results/{self.machine}/{self.name}.json"
+
+    @property
+    def heading(self) -> str:
+        return f"{self.name}, {self.machine}"
+
+    @property
+    def anchor(self) -> str:
+        return self.heading.replace(", ", "-")
+
+    @property
+    def where(self) -> str:
+        environment = self.found["environment"]
+        return f"{environment['cores']} cores, {environment['device']}, {environment['date']}"
 
 
 class Row(NamedTuple):
@@ -35,36 +88,44 @@ class Row(NamedTuple):
     what: str
     value: str
     interval: str
-    command: str
-    machine: str
-    file: str
+    run: Run
 
 
 def commands(measured: str) -> dict[str, str]:
-    """Parse docs/measured.md into {result file: command that produced it}.
+    """Parse docs/measured.md into {machine/name of a results file: command that produced it}.
 
-    >>> commands("`python experiments/a.py --x 1` (in `make soak`) on 2026-01-01:\\n[b.json](b.json)")
-    {'b': 'python experiments/a.py --x 1'}
+    >>> commands("`python experiments/a.py --x 1` (in `make soak`) on 2026-01-01:\\n"
+    ...          "[b.json](../experiments/results/m/b.json)")
+    {'m/b': 'python experiments/a.py --x 1'}
     """
     return {file: command for command, file in _RUN.findall(measured)}
 
 
-def row(figure: Mapping[str, Any], found: Mapping[str, Any], command: str) -> Row:
-    """Format a figure from its result file.
+def runs(root: Path) -> dict[str, list[Run]]:
+    """All results files of a checkout: {name: a run for each machine}."""
+    ran = commands((root / "docs" / "measured.md").read_text())
+    found: dict[str, list[Run]] = {}
+    for path in sorted((root / "experiments" / "results").glob("*/*.json")):
+        machine, name = path.parent.name, path.stem
+        found.setdefault(name, []).append(Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"]))
+    return found
+
+
+def row(figure: Mapping[str, Any], run: Run) -> Row:
+    """Format a figure from its results file.
 
     Args:
       figure: entry of claims.json: what, file, key, decimals; either low and high or half, the keys of its interval.
-      found: content of the file: results and environment.
-      command: command that produced the file.
+      run: the file.
 
     Raises:
       ValueError: the file lacks a key.
     """
-    results, environment = found["results"], found["environment"]
-    runs = figure.get("runs", [])
-    keys = [figure[name] for name in ("key", "low", "high", "half") if name in figure] + runs[:1]
+    results = run.found["results"]
+    times = figure.get("runs", [])
+    keys = [figure[name] for name in ("key", "low", "high", "half") if name in figure] + times[:1]
     if lost := [key for key in keys if key not in results]:
-        raise ValueError(f"{figure['file']}.json lacks {lost}: give keys of its results in experiments/claims.json.")
+        raise ValueError(f"{run.file} lacks {lost}: give keys of its results in experiments/claims.json.")
     value, unit = results[figure["key"]], figure.get("unit", "")
     number = lambda given: f"{given + 0.0:,.{figure['decimals']}f}"
     interval = ""
@@ -74,20 +135,17 @@ def row(figure: Mapping[str, Any], found: Mapping[str, Any], command: str) -> Ro
     elif "low" in figure:
         interval = f"{number(results[figure['low']])} to {number(results[figure['high']])}"
         interval += f" ({figure.get('ends', '95 %')})"
-    if runs:
-        interval = ", ".join(filter(None, [interval, f"{results[runs[0]]} {runs[1]}"]))
-    machine = f"{environment['cores']} cores, {environment['device']}, {environment['date']}"
-    return Row(figure["what"], number(value) + unit, interval, command, machine, figure["file"])
+    if times:
+        interval = ", ".join(filter(None, [interval, f"{results[times[0]]} {times[1]}"]))
+    return Row(figure["what"], number(value) + unit, interval, run)
 
 
-def tables(claim: Mapping[str, Any], files: Mapping[str, Any], ran: Mapping[str, str]) -> dict[str, list[Row]]:
+def tables(claim: Mapping[str, Any], found: Mapping[str, list[Run]]) -> dict[str, list[Row]]:
     """{kind: rows} of a claim; figures of different kinds share no column."""
-    made = {kind: [one for one in claim["figures"] if one["how"] == kind] for kind in KINDS}
-    return {
-        kind: [row(one, files[one["file"]], ran[one["file"]]) for one in figures]
-        for kind, figures in made.items()
-        if figures
-    }
+    rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
+    for figure in claim["figures"]:
+        rows[figure["how"]] += [row(figure, run) for run in found[figure["file"]]]
+    return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
 
 
 def by_met(claims: list) -> list:
@@ -95,42 +153,52 @@ def by_met(claims: list) -> list:
     return sorted(claims, key=lambda claim: MET.index(claim["met"]))
 
 
-def markdown(papers: list, files: Mapping[str, Any], ran: Mapping[str, str]) -> str:
+def shown(papers: list, found: Mapping[str, list[Run]]) -> list[Run]:
+    """The runs that figures of the page come from."""
+    names = {figure["file"] for paper in papers for claim in paper["claims"] for figure in claim["figures"]}
+    return [run for name in sorted(names) for run in found[name]]
+
+
+def markdown(papers: list, found: Mapping[str, list[Run]]) -> str:
     """The page in Markdown, for readers of the repository."""
     lines = ["# Results", "", HEAD, "Made by `python experiments/results_page.py`: change that, or the files.", ""]
     for paper in papers:
         lines += [f"## {paper['name']}", "", f"{paper['source']}.", ""]
         for claim in by_met(paper["claims"]):
             lines += [f"### {claim['claim']}: {claim['met']}", "", claim["says"], ""]
-            for kind, rows in tables(claim, files, ran).items():
-                lines += [f"| figure | {kind} | interval, seeds | command | machine, date | file |", "|---" * 6 + "|"]
-                for one in rows:
-                    link = f"[{one.file}.json](../experiments/results/{one.file}.json)"
-                    cells = [one.what, one.value, one.interval, f"`{one.command}`", one.machine, link]
-                    lines.append(f"| {' | '.join(cells)} |")
+            for kind, rows in tables(claim, found).items():
+                lines += [f"| figure | {kind} | interval, seeds | run |", "|---" * 4 + "|"]
+                lines += [f"| {' | '.join([*one[:3], f'[{one.run.name}](#{one.run.anchor})'])} |" for one in rows]
                 lines.append("")
-    lines += [f"![{words}](../experiments/results/{name})\n\n{words}." for name, words in PICTURES.items()]
-    return "\n".join(lines) + "\n"
+            for run, words in pictures(claim, found):
+                lines += [f"![{words}]({Path(run.file).with_suffix('.png')})", ""]
+    lines += ["## Runs", ""]
+    for run in shown(papers, found):
+        lines += [f"### {run.heading}", "", f"`{run.command}`", "", f"{run.where}: [{run.name}.json]({run.file})", ""]
+    return "\n".join(lines)
 
 
-def page(papers: list, files: Mapping[str, Any], ran: Mapping[str, str], pictures: Mapping[str, bytes]) -> str:
+def page(papers: list, found: Mapping[str, list[Run]], root: Path) -> str:
     """The page as one HTML file with embedded images."""
     body = [f"<h1>Results of jaxrec</h1><p>{HEAD}</p>"]
     for paper in papers:
         body.append(f"<h2>{_said(paper['name'])}</h2><p>{_said(paper['source'])}</p>")
         for claim in by_met(paper["claims"]):
             body.append(f"<h3>{_said(claim['claim'])}: {claim['met']}</h3><p>{_said(claim['says'])}</p>")
-            for kind, rows in tables(claim, files, ran).items():
-                head = ["figure", kind, "interval, seeds", "command", "machine, date", "file"]
-                body.append(f'<div class="wide"><table><tr>{"".join(f"<th>{cell}</th>" for cell in head)}</tr>')
+            for kind, rows in tables(claim, found).items():
+                head = "".join(f"<th>{cell}</th>" for cell in ("figure", kind, "interval, seeds", "run"))
+                body.append(f'<div class="wide"><table><tr>{head}</tr>')
                 for one in rows:
-                    link = f'<a href="../experiments/results/{one.file}.json">{one.file}.json</a>'
-                    cells = [*map(_said, one[:3]), f"<code>{_said(one.command)}</code>", _said(one.machine), link]
+                    cells = [*map(_said, one[:3]), f'<a href="#{one.run.anchor}">{one.run.name}</a>']
                     body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
                 body.append("</table></div>")
-    for name, words in PICTURES.items():
-        data = base64.b64encode(pictures[name]).decode()
-        body.append(f'<p><img alt="{_said(words)}" src="data:image/png;base64,{data}"></p><p>{_said(words)}.</p>')
+            for run, words in pictures(claim, found):
+                data = base64.b64encode((root / "docs" / run.file).with_suffix(".png").read_bytes()).decode()
+                body.append(f'<p><img alt="{_said(words)}" src="data:image/png;base64,{data}"></p>')
+    body.append("<h2>Runs</h2>")
+    for run in shown(papers, found):
+        body.append(f'<h3 id="{run.anchor}">{run.heading}</h3><p><code>{_said(run.command)}</code></p>')
+        body.append(f'<p>{_said(run.where)}: <a href="{run.file}">{run.name}.json</a></p>')
     top = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Results of jaxrec</title>'
     top += f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
     return top + "\n".join(body) + "</html>\n"
@@ -142,17 +210,55 @@ def _said(text: str) -> str:
 
 def pages(root: Path) -> dict[str, str]:
     """{name: text} of both pages, from the files of a checkout."""
-    results = root / "experiments" / "results"
-    papers = json.loads((root / "experiments" / "claims.json").read_text())
-    files = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
-    ran = commands((root / "docs" / "measured.md").read_text())
-    pictures = {name: (results / name).read_bytes() for name in PICTURES}
-    return {"results.md": markdown(papers, files, ran), "results.html": page(papers, files, ran, pictures)}
+    papers, found = json.loads((root / "experiments" / "claims.json").read_text()), runs(root)
+    return {"results.md": markdown(papers, found), "results.html": page(papers, found, root)}
+
+
+# Pictures: each says in its metadata which results it shows.
+
+
+def pictures(claim: Mapping[str, Any], found: Mapping[str, list[Run]]) -> list[tuple[Run, str]]:
+    """The runs whose pictures a claim shows, one for each machine, with words for readers without images."""
+    return [(run, words) for name, words in claim.get("pictures", {}).items() for run in found[name]]
+
+
+def digest(run: Run) -> str:
+    """Of the results that a picture is drawn from."""
+    return hashlib.sha256(json.dumps(run.found["results"], sort_keys=True).encode()).hexdigest()
+
+
+def drawn_from(picture: Path) -> str | None:
+    """Digest of the results that a picture shows; None without a picture."""
+    from PIL import Image
+
+    return Image.open(picture).info.get("Source") if picture.exists() else None
+
+
+def draw(run: Run, target: Path) -> None:
+    """Draw the picture of a results file to `target`."""
+    from PIL import Image, PngImagePlugin
+
+    with tempfile.TemporaryDirectory() as directory:
+        PICTURES[run.name](run.found, Path(directory))
+        (drawn,) = Path(directory).glob("*.png")
+        said = PngImagePlugin.PngInfo()
+        said.add_text("Source", digest(run))
+        with atomic_write(target) as partial:
+            Image.open(drawn).save(partial, format="png", pnginfo=said, optimize=True)
+
+
+def _run(directory: Path) -> Any:
+    return SimpleNamespace(directory=directory)
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.exit("error: results_page.py takes no flags: it writes docs/results.md and docs/results.html.")
+    for each in (run for name in PICTURES for run in runs(ROOT)[name]):
+        to = (ROOT / "docs" / each.file).with_suffix(".png")
+        if drawn_from(to) != digest(each):
+            draw(each, to)
+            print(each.file.removeprefix("../"))
     for name, text in pages(ROOT).items():
         with atomic_write(ROOT / "docs" / name) as partial:
             partial.write_text(text)

@@ -19,7 +19,7 @@ import tyro
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 RUNNING = ["README.md", "docs/recipes.md", "docs/techniques.md", "docs/your_model.md"]
-RESULTS = sorted((ROOT / "experiments" / "results").glob("*.json"))
+RESULTS = sorted((ROOT / "experiments" / "results").glob("*/*.json"))
 SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
 WITH_EXAMPLES = [path.stem for path in SCRIPTS if "    >>> " in path.read_text()]
 KINDS = ("measured", "emulated", "modelled", "simulated")
@@ -27,7 +27,7 @@ CACHE_MAY_WARN = [part for verb in ("reading", "writing") for part in ("-W", f"i
 NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # locations and outputs
 A_RUN = re.compile(
     r"^`python experiments/(\w+)\.py([^`]*)`(?: \(in `make soak`\))? on (\d{4}-\d\d-\d\d):\n"
-    r"\[(\w+)\.json\]\(\.\./experiments/results/(\w+)\.json\)",
+    r"\[(\w+)\.json\]\(\.\./experiments/results/(\w+/(\w+))\.json\)",
     re.M,
 )
 
@@ -156,8 +156,8 @@ class Measurement(NamedTuple):
 
 def measurements(page: str) -> list[Measurement]:
     found = [match.groups() for match in A_RUN.finditer(page)]
-    assert all(shown == linked for *_, shown, linked in found)
-    return [Measurement(experiment, flags.strip(), date, file) for experiment, flags, date, file, _ in found]
+    assert all(shown == linked for *_, shown, _, linked in found)
+    return [Measurement(experiment, flags.strip(), date, file) for experiment, flags, date, _, file, _ in found]
 
 
 def tables(page: str) -> list[list[list[str]]]:
@@ -187,6 +187,7 @@ def differences(wanted, found):
 
 
 def results_of(file):
+    """Content of a results file, machine/name."""
     return json.loads((ROOT / "experiments" / "results" / f"{file}.json").read_text())
 
 
@@ -195,7 +196,7 @@ MEASURED = measurements(TEXT)
 
 
 def test_every_results_file_has_one_section():
-    assert sorted(each.file for each in MEASURED) == [path.stem for path in RESULTS]
+    assert sorted(each.file for each in MEASURED) == [f"{path.parent.name}/{path.stem}" for path in RESULTS]
     assert text_of("docs/measured.md").count("/experiments/results/") == len(RESULTS)  # every link was parsed
 
 
@@ -217,7 +218,7 @@ VERSIONS = re.search(
 @pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
 def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
     from_date, newer, older, newer_python, older_python = VERSIONS.groups()
-    is_newer = each.date >= from_date or each.file == "train_soak"
+    is_newer = each.date >= from_date or each.file.endswith("/train_soak")
     is_newer &= not each.file.endswith("_older_jax")  # as its section states
     had = results_of(each.file)["environment"]
     assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
@@ -234,7 +235,7 @@ def test_a_commit_that_a_section_names_is_that_of_its_file():
 
 
 def test_what_is_called_bound_by_the_link_waits_for_the_link():
-    assert results_of("oac_throughput")["results"]["slowest_stage_link_link"] in ("send", "fetch")
+    assert results_of("two_cores_cpu/oac_throughput")["results"]["slowest_stage_link_link"] in ("send", "fetch")
 
 
 def numbers_in(found) -> list[float]:
@@ -303,7 +304,7 @@ def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
 
 
 def test_another_flag_and_a_flag_that_is_gone_are_noticed():
-    config = results_of("oac_time_to_accuracy")["config"]
+    config = results_of("two_cores_cpu/oac_time_to_accuracy")["config"]
     assert not differences(config_of("oac_time_to_accuracy", ""), config)
     other = config_of("oac_time_to_accuracy", "--batch-size 128")
     assert differences(other, config) == {"batch_size": (128, 256)}

@@ -7,13 +7,25 @@ import shutil
 from pathlib import Path
 
 import pytest
-import results_page
-from results_page import KINDS, MET, by_met, commands, pages, row
+from results_page import KINDS, MET, PICTURES, Run, by_met, digest, drawn_from, pages, row, runs
 
 ROOT = Path(__file__).parent.parent
 PAPERS = json.loads((ROOT / "experiments" / "claims.json").read_text())
 FIGURE = {"what": "rate", "file": "a", "key": "rate", "decimals": 2, "how": "measured"}
 FOUND = {"cores": 2, "device": "cpu", "date": "2026-01-01"}
+RESULTS = ROOT / "experiments" / "results"
+
+
+def run_of(results):
+    return Run("m", "a", {"results": results, "environment": FOUND}, "python x.py")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the pages and their files."""
+    for name in ("docs", "experiments"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("notebooks", "__pycache__"))
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", ["results.md", "results.html"])
@@ -21,15 +33,37 @@ def test_a_page_is_that_of_its_files(name):
     assert pages(ROOT)[name] == (ROOT / "docs" / name).read_text(), "python experiments/results_page.py"
 
 
-def test_a_figure_that_differs_makes_a_page_stale(tmp_path):
-    for name in ("docs", "experiments"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("notebooks", "__pycache__"))
-    assert pages(tmp_path) == pages(ROOT)
-    path = tmp_path / "experiments" / "results" / "cpr_real_cost.json"
+def test_a_figure_that_differs_makes_a_page_stale(checkout):
+    assert pages(checkout) == pages(ROOT)
+    (path,) = (checkout / "experiments" / "results").glob("*/cpr_real_cost.json")
     found = json.loads(path.read_text())
     found["results"]["one_shard_over_full_restore"] += 0.01
     path.write_text(json.dumps(found))
-    assert all(pages(tmp_path)[name] != pages(ROOT)[name] for name in pages(ROOT))
+    assert all(pages(checkout)[name] != pages(ROOT)[name] for name in pages(ROOT))
+
+
+def test_a_second_machine_has_rows_of_its_own(checkout):
+    results, measured = checkout / "experiments" / "results", checkout / "docs" / "measured.md"
+    (path,) = results.glob("*/oac_link.json")
+    (results / "h100").mkdir()
+    shutil.copy(path, results / "h100")
+    section = (
+        "`python experiments/oac_link.py` on 2026-01-01:\n[oac_link.json](../experiments/results/h100/oac_link.json)"
+    )
+    measured.write_text(f"{measured.read_text()}\n{section}\n")
+    rows = lambda root: re.findall(r"^\|.*\[oac_link\]\(#(\S+)\) \|$", pages(root)["results.md"], re.M)
+    assert rows(ROOT) == [f"oac_link-{path.parent.name}"] and rows(checkout) == ["oac_link-h100", *rows(ROOT)]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_that_of_its_file(name):
+    for run in runs(ROOT)[name]:
+        assert drawn_from(RESULTS / run.machine / f"{name}.png") == digest(run), "python experiments/results_page.py"
+
+
+def test_every_picture_is_shown():
+    named = [name for paper in PAPERS for claim in paper["claims"] for name in claim.get("pictures", {})]
+    assert sorted(named) == sorted(PICTURES) == sorted({path.stem for path in RESULTS.glob("*/*.png")})
 
 
 @pytest.mark.parametrize(
@@ -44,13 +78,13 @@ def test_a_figure_that_differs_makes_a_page_stale(tmp_path):
     ],
 )
 def test_a_row_says_a_figure_and_its_interval(more, results, value, interval):
-    made = row(FIGURE | more, {"results": {"rate": 1.5, **results}, "environment": FOUND}, "python x.py")
-    assert made[1:3] == (value, interval) and made.machine == "2 cores, cpu, 2026-01-01"
+    made = row(FIGURE | more, run_of({"rate": 1.5, **results}))
+    assert made[1:3] == (value, interval) and made.run.where == "2 cores, cpu, 2026-01-01"
 
 
 def test_a_key_that_a_file_lacks_is_refused():
     with pytest.raises(ValueError, match=r"a\.json lacks \['h'\].*claims\.json"):
-        row(FIGURE | {"half": "h"}, {"results": {"rate": 1.5}, "environment": FOUND}, "")
+        row(FIGURE | {"half": "h"}, run_of({"rate": 1.5}))
 
 
 def test_every_paper_has_claims_that_are_not_reproduced_and_they_come_first():
@@ -62,23 +96,30 @@ def test_every_paper_has_claims_that_are_not_reproduced_and_they_come_first():
         assert all(bool(claim["figures"]) == (claim["met"] != "not reproduced") for claim in paper["claims"])
 
 
-def test_kinds_share_no_column_and_every_row_has_a_command_of_its_file():
-    text = pages(ROOT)["results.md"]
-    ran = commands((ROOT / "docs" / "measured.md").read_text())
+def test_kinds_share_no_column_and_every_row_leads_to_its_run():
+    text, found = pages(ROOT)["results.md"], runs(ROOT)
     heads = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| figure |")]
     assert heads and set(heads) <= set(KINDS)
     for figure in (one for paper in PAPERS for claim in paper["claims"] for one in claim["figures"]):
         named = [kind for kind in KINDS if kind in figure["key"]]
         assert named in ([], [figure["how"]]), figure  # a key that names a kind is shown as that kind
-        assert f"`{ran[figure['file']]}`" in text
+        for run in found[figure["file"]]:
+            assert f"](#{run.anchor}) |" in text
+            assert f"### {run.heading}\n\n`{run.command}`\n\n{run.where}: [{run.name}.json]({run.file})\n" in text
 
 
 def test_the_page_of_html_stands_alone():
-    links = []
+    links, anchors = [], []
     parser = html.parser.HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: links.extend(v for k, v in attrs if k in ("href", "src"))
+
+    def seen(tag, attrs):
+        links.extend(v for k, v in attrs if k in ("href", "src"))
+        anchors.extend(v for k, v in attrs if k == "id")
+
+    parser.handle_starttag = seen
     parser.feed(pages(ROOT)["results.html"])
-    assert sum(link.startswith("data:image/png;base64,") for link in links) == len(results_page.PICTURES)
-    files = {link for link in links if not link.startswith("data:")}
-    assert all(re.fullmatch(r"\.\./experiments/results/\w+\.json", link) for link in files)
+    assert sum(link.startswith("data:image/png;base64,") for link in links) == len(list(RESULTS.glob("*/*.png")))
+    assert {link[1:] for link in links if link.startswith("#")} == set(anchors) and len(anchors) == len(set(anchors))
+    files = {link for link in links if not link.startswith(("data:", "#"))}
+    assert all(re.fullmatch(r"\.\./experiments/results/\w+/\w+\.json", link) for link in files)
     assert all((ROOT / "docs" / link).exists() for link in files)
