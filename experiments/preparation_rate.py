@@ -83,6 +83,7 @@ def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
     split = open_split(prepared, "train") if name == "criteo" else open_table(prepared, "train")
     found = {
         "source_gb": source.stat().st_size / 1e9,
+        "prepared_gb": sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file()) / 1e9,
         "rows_per_s": config.rows / seconds,
         "peak_gb": peak / 1e9,
         "loader_examples_per_s": _read_rate(Loader(split, 2048)),
