@@ -29,7 +29,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxrec import validate
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
 from jaxrec.embedding.lookup import compact_plan
-from jaxrec.engine import Losses
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
 from jaxrec.oac.ring import LastWriters, Ring, count_found, mark_rewritten, newest_rows, written_since
@@ -122,7 +121,7 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
 
 
 class DeviceStep:
-    """The device side of a pipeline: dense state, ring and losses, stepped one batch after the other.
+    """The device side of a pipeline: dense state and ring, stepped one batch after the other.
 
     Args:
       update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
@@ -140,7 +139,6 @@ class DeviceStep:
         # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_rewritten`.
         self.numbers: dict[str, np.ndarray] = {}
         self.update: Callable = jax.jit(update, donate_argnums=0)
-        self.losses = Losses()
         self._layout, self._jitted, self._programs = tables.layout, self.update, compile_ops(mesh, tuple(tables.layout))
         self._row_numbers_on_device = options.repairs and not options.plans_sources
         self._read: dict = {}  # {shapes: Inputs of bool}

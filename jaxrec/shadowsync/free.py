@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import EngineBase, SnapshotSchedule, notify_restarted
+from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import END, Stream, Streams
+from jaxrec.prefetch import END, Stream
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
@@ -28,7 +28,7 @@ from jaxrec.types import Batch, DenseState, PyTree, TrainState
 from jaxrec.validate import check_spec
 
 
-class FreeTrainers(EngineBase):
+class FreeTrainers(Engine):
     """Engine of n free-running trainers over shared host tables; it does not support `snapshot_at` and `lose`.
 
         step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
@@ -81,8 +81,7 @@ class FreeTrainers(EngineBase):
             raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers = whole_number("workers", workers)
-        self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._snapshots = SnapshotSchedule()  # always empty
+        self._failure = ""
         self._take_state(state)
         self._figures = none = _no_figures(self._replicas)
         if past is not None:
@@ -138,7 +137,7 @@ class FreeTrainers(EngineBase):
         return dict(self._figures)
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """Train on all batches; yield after every stretch, the last of which ends with the stream.
 
@@ -149,7 +148,6 @@ class FreeTrainers(EngineBase):
         Args:
           batches: iterable of Batch, all of one size; each is trained by one trainer.
           hooks: functions (state, step, None, metrics) -> state, called in order after every stretch.
-          check_every_steps: unused, for compatibility with other engines: losses are checked after every stretch.
 
         Yields:
           (TrainState, metrics of the stretch). Metrics: loss, mean over the stretch's examples, nan without examples;
@@ -162,11 +160,11 @@ class FreeTrainers(EngineBase):
             Batch.
           Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a hook.
         """
-        if self.running:
-            raise ValueError("these trainers are running: exhaust or close the iterator of the run before.")
-        hooks = tuple(hooks)
+        return super().run(batches, hooks)
+
+    def _refuse_run(self):
+        super()._refuse_run()
         self._check_whole()
-        return self._hold(self._over(self._streams.of(batches, patience_seconds=10.0), hooks))
 
     def _over(self, stream, hooks):
         over = False
@@ -270,7 +268,7 @@ class FreeTrainers(EngineBase):
         """Raise ValueError: free trainers are not idle after a given step."""
         raise ValueError(f"free trainers have no snapshot after step {step}: save in a hook, where all are at rest.")
 
-    def lose(self, shards: Sequence[int]) -> None:
+    def lose(self, shards: Iterable[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""
         raise ValueError(
             f"free trainers cannot bring shards {list(shards)} back while they train: use replicas in lock step "
@@ -288,7 +286,7 @@ class FreeTrainers(EngineBase):
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
-        notify_restarted(self._watchers, state)
+        self._notify_restarted(state)
         self._take_state(state)
 
     def together(self) -> TrainState:
@@ -312,14 +310,6 @@ class FreeTrainers(EngineBase):
                 f"{self._failure}: rows have changed since, and the trainers' parameters are lost. Restore an image "
                 "and give its state to `reset`."
             )
-
-    def _end(self):
-        if (generator := self._generator()) is not None:
-            try:
-                generator.close()
-            except Exception as failure:
-                self._unraised.append(failure)
-        return self._pop_unraised()
 
 
 class FreeState(NamedTuple):

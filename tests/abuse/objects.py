@@ -220,11 +220,6 @@ def _(directory):
     loop.evaluate(state_of(), pairs, eval_step())
 
 
-@situation("losses never looked at", ValueError, "check_every_steps=0 must be a whole number from 1")
-def _(directory):
-    loop.fit(state_of(), [], train_step(), check_every_steps=0)
-
-
 # ---- specs
 
 
