@@ -94,14 +94,13 @@ def own_batch(batch: Batch) -> Batch:
 _AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
 
 
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plan batches ahead of the step, in a thread.
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[tuple, None, None]:
+    """Plan batches ahead of the step, in a thread; two batches are planned in advance.
 
     Args:
       spec: the tables and lookups.
       batches: iterable of Batch, all of one size.
       capacity: initial {stack: U}; it grows when a batch does not fit.
-      depth: number of batches to plan ahead.
 
     Yields:
       (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
@@ -109,7 +108,7 @@ def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 
     Raises:
       ValueError: as `plan`.
     """
-    return prefetch(_plan_each(spec, batches, capacity), depth)
+    return prefetch(_plan_each(spec, batches, capacity))
 
 
 def _plan_each(spec, batches, capacity):

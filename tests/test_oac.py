@@ -117,7 +117,7 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
 
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
-    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), mesh=mesh, **options) as pipeline:
+    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), **options) as pipeline:
         pipeline.scheduler_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)

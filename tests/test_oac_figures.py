@@ -472,7 +472,7 @@ def test_the_ring_is_made_where_it_stays():
     """Not on one device and then split: only the dense state's copy goes from one device to another."""
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
     batches, state = make_batches(8), make_state(SPEC, mesh)
-    with Pipeline(state, update_of(SPEC, mesh), mesh=mesh, window=3) as pipeline:
+    with Pipeline(state, update_of(SPEC, mesh), window=3) as pipeline:
         with jax.transfer_guard_device_to_device("disallow_explicit"):
             losses = [np.asarray(m["loss"]) for _, m in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain_loop(batches, SPEC, mesh))

@@ -178,20 +178,10 @@ def with_unguarded_tables(state) -> TrainState:
     return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
 
 
-def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
-    """Return the common mesh of state, update and pipeline.
-
-    Args:
-      mesh: mesh given to the pipeline; None for the mesh of the state.
-      state: TrainState.
-      update: update function; it may have an attribute `mesh`.
-
-    Raises:
-      ValueError: the meshes differ, or do not fit the number of shards.
-    """
+def mesh_of(state: TrainState, update) -> jax.sharding.Mesh:
+    """Return the mesh of the dense state, which must be that of the update, if it has one, and fit the shards."""
     placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
-    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
-    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
+    mesh = as_mesh(next((place.mesh for place in placed if getattr(place, "mesh", None) is not None), None))
     validate.check_placement(state, mesh)
     check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 
+from jaxrec import validate
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
@@ -32,7 +33,7 @@ from jaxrec.engine import (
     result_or_error,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.oac.options import Threads, check_options, mesh_for, with_unguarded_tables
+from jaxrec.oac.options import Threads, check_options, mesh_of, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
@@ -73,7 +74,6 @@ class Pipeline(Engine):
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
         semisync (1).
-      mesh: from `make_mesh`; None for the mesh of the state's dense half.
       send: (tree of arrays, tree of shardings) -> tree on the device, called in loader threads; None for
         `jax.device_put`.
       fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait.
@@ -107,7 +107,7 @@ class Pipeline(Engine):
 
     def __init__(
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
-        mesh: jax.sharding.Mesh | None = None, send: Callable | None = None, fetch: Callable | None = None,
+        send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
         skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
@@ -121,7 +121,7 @@ class Pipeline(Engine):
         threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
         self._threads = Threads(**{name: whole_number(name, count) for name, count in threads.items()})
         tables, spec = state.tables, state.tables.spec
-        self._mesh = mesh = mesh_for(mesh, state, update)
+        self._mesh = mesh = mesh_of(state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._device_step = self.device_step_type(update, options, tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
@@ -390,7 +390,7 @@ class Pipeline(Engine):
         self._raise_failures()
         state = with_unguarded_tables(state)
         check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
-        mesh_for(self._mesh, state, self._device_step.update)
+        validate.check_placement(state, self._mesh)
         self._progress.refuse_others(state.tables)
         self._notify_restarted(state)
         before, self._marked_lost = self.step, set()
