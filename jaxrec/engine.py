@@ -75,11 +75,7 @@ class SnapshotSchedule:
         self._to_come: dict[int, SnapshotRequest] = {}
 
     def announce(self, step: int, now: int, snapshot: SnapshotRequest) -> None:
-        """Add a snapshot for a step after `now`, the current step.
-
-        Raises:
-          ValueError: the step is committed, or has a snapshot already.
-        """
+        """Add a snapshot for a step after `now`, the current step."""
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
@@ -99,7 +95,6 @@ class SnapshotSchedule:
         self._to_come.pop(step, None)
 
     def _wanted(self):
-        """Return the sorted steps of pending snapshots with unreached="warn"."""
         return sorted(step for step, snapshot in self._to_come.items() if snapshot.unreached == "warn")
 
     def forget(self, now: int) -> None:
@@ -144,11 +139,7 @@ class Losses:
             self._waiting.append((step, metrics["loss"]))
 
     def check(self, from_number: int = 1) -> None:
-        """Fetch and check the recorded losses if there are at least `from_number`.
-
-        Raises:
-          FloatingPointError: a loss is not finite; the error gives the first such step and what to inspect.
-        """
+        """Fetch the recorded losses if there are at least `from_number`, and raise if one is not finite."""
         if len(self._waiting) >= from_number:
             waiting, self._waiting = self._waiting, []
             found = np.asarray(jax.device_get([loss for _, loss in waiting]))
@@ -169,16 +160,7 @@ class RecoveryCounter:
         self._place, self._tries = "", 0
 
     def count(self, place: str, shards: Iterable[int], remedy: str) -> None:
-        """Count a recovery; the count restarts whenever the place changes.
-
-        Args:
-          place: description for the error, such as "step 5".
-          shards: lost shard numbers.
-          remedy: end of the error message.
-
-        Raises:
-          ShardsLost: this is more than MAX_RECOVERIES recoveries at the place.
-        """
+        """Count a recovery at a place, such as "step 5"; raise ShardsLost after MAX_RECOVERIES of them there."""
         self._tries = self._tries + 1 if self._place == place else 1
         self._place = place
         if self._tries > MAX_RECOVERIES:
@@ -276,7 +258,13 @@ class Engine:
         raise NotImplementedError
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs; watchers that have `restarted(state)` are notified before."""
+        """Continue from another state, between two runs, at the step of its dense half.
+
+        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
+
+        Raises:
+          ValueError: a run is active, the state was donated, or its tables have another spec.
+        """
         raise NotImplementedError
 
     def _refuse_reset(self, state: TrainState) -> None:
@@ -443,14 +431,7 @@ class Engine:
     def _recovering_watchers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
         """Return the watchers that have `recover`, and count the recovery.
 
-        Args:
-          step: number of committed steps.
-          shards: lost shard numbers.
-          again: end of the error message if shards are lost too often at this step.
-          otherwise: end of the error message if there is no such watcher.
-
-        Raises:
-          ShardsLost: there is no such watcher, or shards were lost too often at this step.
+        ShardsLost is raised if there are none, ending with `otherwise`, or too many recoveries at this step (`again`).
         """
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
@@ -463,14 +444,8 @@ class Engine:
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
         """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows.
 
-        Call it between two runs.
-
-        Args:
-          shards: lost shard numbers.
-          but: the watcher that restores all rows; it and later ones are not called.
-
-        Raises:
-          ShardsLost: no watcher was entered before `but`, or shards were lost too often at this step.
+        Call it between two runs. `but` and later watchers are not called; if there is none before, or shards are lost
+        too often at this step, ShardsLost is raised.
         """
         watchers = self._recovering_watchers(self.step, shards, "the servers that restore them die")
         before = watchers[: watchers.index(but)] if but in watchers else watchers
@@ -662,14 +637,7 @@ class Serial(Engine):
             self._alone = False
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, whose step is that of its dense half; pending snapshots and lost shards are
-        dropped.
-
-        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
-
-        Raises:
-          ValueError: a run is active, the state was donated, or its tables have another spec.
-        """
+        """See `Engine`; pending snapshots and lost shards are dropped."""
         self._refuse_reset(state)
         self._notify_restarted(state)
         before, self._state, self.step = self.step, state, int(state.dense.step)

@@ -30,8 +30,7 @@ class _Raised(NamedTuple):
 class Stream:
     """An iterator of batches; batches that a run took but did not train come first in the next run over it.
 
-    Args:
-      iterator: iterator of Batch, advanced by one thread at a time; `next` may block.
+    One thread at a time advances the iterator, whose `next` may block.
     """
 
     def __init__(self, iterator: Iterator):
@@ -48,11 +47,9 @@ class Stream:
         return own_batch(taken)
 
     def give_back(self, taken: Any, first: bool = False) -> None:
-        """Return an untrained batch, or an error that the iterator raised, to the stream.
+        """Return an untrained batch, or an error that the iterator raised, to the stream; END is ignored.
 
-        Args:
-          taken: the batch or the error; END is ignored.
-          first: whether to put it before the waiting ones instead of after them.
+        It comes after the waiting ones, or before them if `first`.
         """
         if taken is not END:
             put = self.waiting.appendleft if first else self.waiting.append
@@ -68,12 +65,7 @@ class Streams:
     def of(self, batches: Iterable, patience_seconds: float) -> Stream:
         """Return the stream of an iterable: the one of the previous run if its iterator is the same.
 
-        Args:
-          batches: an iterable of Batch.
-          patience_seconds: how long to wait for a planner thread of an earlier run that is still in the iterator.
-
-        Raises:
-          ValueError: that thread is still in the iterator after the time-out.
+        A planner thread of an earlier run may still be in the iterator: it is refused after `patience_seconds`.
         """
         iterator = iter(batches)
         if self._last.iterator is not iterator:
@@ -134,12 +126,7 @@ class PlanPrefetcher:
     """Context manager that plans the batches of a stream in a thread; leaving it never waits for the stream.
 
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
-    nothing.
-
-    Args:
-      stream: the stream, used by no other thread meanwhile.
-      spec: spec of the tables.
-      capacity: initial {stack: U}, or None.
+    nothing. No other thread uses the stream meanwhile.
     """
 
     def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: Mapping[str, int] | None = None):

@@ -49,14 +49,7 @@ def check_not_donated(state: TrainState) -> None:
 
 
 def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> None:
-    """Refuse a batch that has invalid weights or does not match the lookups, the plans or the number of devices.
-
-    Args:
-      spec: the tables and lookups.
-      plans: {stack: Plan} of the batch.
-      batch: Batch; values are checked in numpy arrays only.
-      devices: number of devices that share the batch.
-    """
+    """Refuse a batch that has invalid weights or does not match the lookups, the plans or the number of devices."""
     _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
@@ -128,11 +121,6 @@ def check_dense(dense, optimizer, replicas: int) -> None:
     """Refuse a dense state with another number of replicas or of another optimizer.
 
     The step would silently use the first replicas only, or take one optimizer's moments for another's.
-
-    Args:
-      dense: DenseState with a leading axis of R replicas; its leaves may be tracers.
-      optimizer: optax.GradientTransformation of the step.
-      replicas: R of the step's mesh.
     """
     found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves((dense.params, dense.opt_state))} - {(replicas,)}
     if found:
@@ -150,13 +138,7 @@ def check_dense(dense, optimizer, replicas: int) -> None:
 
 
 def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer | None = None) -> None:
-    """Refuse rows of another spec or row optimizer, which might silently broadcast; checks shapes only.
-
-    Args:
-      spec: the tables.
-      rows: {stack: Rows} f32[S, U, E].
-      row_optimizer: RowOptimizer of the step; slots are not checked if None.
-    """
+    """Refuse rows f32[S, U, E] of another spec or, if given, row optimizer, which might silently broadcast."""
     found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
     wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
     if found != wanted:

@@ -19,12 +19,7 @@ VALIDATIONS = ("planned", "device")
 
 
 def nbytes(tree) -> int:
-    """Return the total bytes of all arrays in a tree.
-
-    >>> import numpy as np
-    >>> nbytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)})
-    28
-    """
+    """Return the total bytes of all arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
@@ -135,11 +130,7 @@ class PipelineOptions(NamedTuple):
 def check_options(
     mode: str, window: int | None, validation: str, skip_stale_reads: bool, skip_rewritten: bool
 ) -> PipelineOptions:
-    """Return the options for the arguments of a pipeline.
-
-    Raises:
-      ValueError: an unknown mode or validation; arguments that do not fit each other.
-    """
+    """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
             raise ValueError(f"{name}={given!r} must be one of {known}.")
@@ -164,12 +155,7 @@ class Threads(NamedTuple):
 
 
 def with_unguarded_tables(state) -> TrainState:
-    """Return a state with its tables unguarded.
-
-    Raises:
-      ValueError: tables on the device; tables that do not match the dense state; a donated state.
-      BrokenPipeline: rows of the tables are lost.
-    """
+    """Return a state with its tables unguarded; refuse tables on the device and lagging ones."""
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."

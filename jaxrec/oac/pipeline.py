@@ -153,11 +153,7 @@ class Pipeline(Engine):
 
     @property
     def state(self) -> TrainState:
-        """The state after the last step, for use between two steps.
-
-        Raises:
-          ValueError: in a hook or in the save of a snapshot, which get the state as an argument.
-        """
+        """See `Engine`; the save of a snapshot may not read it either."""
         if self._in_hook or threading.current_thread() in self._workers.threads:
             raise ValueError(
                 "pipeline.state was read in a hook or in the save of a snapshot: use the state passed to it, as this "
@@ -320,7 +316,6 @@ class Pipeline(Engine):
 
         Raises:
           ValueError: `change` returns other tables; another `exclusive` is active.
-          ShardsLost: shards were lost, and no watcher can recover them.
           As `drain`, and any error of `change`, whose changes up to the error stay.
         """
         if self.scheduler.paused:
@@ -358,15 +353,7 @@ class Pipeline(Engine):
         with the tables exactly as of that step. Until it returns, later batches are not written, and training goes on
         until the window is full.
 
-        Args:
-          step: a step that is not committed yet.
-          save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
-
-        Raises:
-          ValueError: the step is committed, or has a snapshot already.
-          BrokenPipeline: rows are lost.
-          Any error of the save of an earlier snapshot.
+        Args and errors are those of `Engine.snapshot_at`; any error of the save of an earlier snapshot is raised too.
         """
         self._refuse()
         self._check_snapshot_saved()
@@ -377,9 +364,6 @@ class Pipeline(Engine):
 
         Ring entries and last writers of earlier batches become void; announced snapshots, lost rows and lost shards are
         forgotten. The caller rewinds the batches to the step of the state.
-
-        Args:
-          state: TrainState of the same shapes; the pipeline takes over its step.
 
         Raises:
           ValueError: a run is active; the state has other shapes, or tables of another spec.
@@ -485,9 +469,8 @@ class Pipeline(Engine):
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """End the threads of a run, write committed rows, and keep failures in `_unraised`; idempotent.
 
-        Args:
-          postpone: whether to leave signals that arrive meanwhile to `close` or the end of the `with` block.
-          recovers: whether the caller handles lost shards, so that they are not a failure here.
+        `postpone` leaves signals that arrive meanwhile to `close` or the end of the `with` block. Lost shards are not a
+        failure if the caller `recovers` them.
         """
         scheduler, workers = self.scheduler, self._workers
         with uninterrupted() as deferred:

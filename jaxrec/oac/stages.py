@@ -121,14 +121,9 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
 
 
 class DeviceStep:
-    """The device side of a pipeline: dense state and ring, stepped one batch after the other.
+    """The device side of a pipeline: dense state, which is donated, and ring, stepped one batch after the other.
 
-    Args:
-      update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
-      options: options of the pipeline.
-      tables: the tables whose rows are updated; only the layout is used.
-      mesh: mesh of all programs.
-      dense: initial DenseState; it is donated.
+    Of `tables` only the layout is used.
     """
 
     def __init__(
@@ -153,11 +148,7 @@ class DeviceStep:
         return self._programs["kept"](rows, bits, tuple(size.items()))
 
     def reads(self, planned: Planned) -> Inputs:
-        """Return which leaves of plans and batch the programs of a step read, as Inputs of bool.
-
-        Raises:
-          ValueError: the update changes shapes or dtypes; nothing has been donated to it yet.
-        """
+        """Return which leaves of plans and batch the programs of a step read, as Inputs of bool."""
         inputs = Inputs(planned.plans, planned.batch)
         leaves, structure = jax.tree.flatten(inputs)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -175,8 +166,6 @@ class DeviceStep:
         return self._read[key]
 
     def _rows_of(self, planned):
-        """Return the shapes of all rows of a batch."""
-
         def rows(name, plan):
             shape = lambda part: jax.ShapeDtypeStruct((*plan.unique.shape, part.width), part.dtype)
             parts = {part: shape(one) for part, one in self._layout[name].items()}
@@ -185,17 +174,10 @@ class DeviceStep:
         return {name: rows(name, plan) for name, plan in planned.plans.items()}
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
-        """Run the step of one batch, as `ring.commit`, and replace `dense`.
+        """Run the step of a loaded batch, as `ring.commit`, and replace `dense`; return updated rows and metrics.
 
-        Args:
-          item: a loaded batch.
-          floor: batch number; ring entries of earlier batches are void.
-
-        Returns:
-          The updated rows and the metrics.
-
-        Raises:
-          Any error of a program. If `dense` was replaced by then, the step is done and its rows are lost.
+        Ring entries of batches before `floor` are void. If a program fails after `dense` was replaced, the step is done
+        and its rows are lost.
         """
         planned, inputs, loaded = item.planned, item.inputs, item.loaded
         assert inputs is not None and loaded is not None
@@ -253,11 +235,7 @@ class DeviceStep:
 
 
 def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
-    """Check that an update keeps shapes and dtypes, before anything is donated to it.
-
-    Raises:
-      ValueError: it changes them, or its metrics are not a dict.
-    """
+    """Refuse an update that changes shapes or dtypes, before anything is donated to it."""
     dense_after, new, metrics = returned
     if not isinstance(metrics, dict):
         raise ValueError(
@@ -278,11 +256,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:
-    """Check that the next step can take a dense state.
-
-    Raises:
-      ValueError: its shapes or dtypes have changed; the message begins with `what`.
-    """
+    """Refuse a dense state of other shapes or dtypes; the message begins with `what`."""
     if after is not before and shapes_of(after) != shapes_of(before):
         raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
 
@@ -295,15 +269,7 @@ def shapes_of(tree: Any) -> Any:
 class Stages:
     """The stages over one set of tables, and the batches in flight.
 
-    Args:
-      tables: HostTables or RemoteTables.
-      options: options of the pipeline.
-      device_step: device side of the pipeline.
-      devices: number of devices that share a batch.
-      send: (tree of arrays, tree of shardings) -> tree on the device.
-      fetch: (tree on the device) -> tree of numpy arrays.
-      placement: {'inputs', 'rows': tree of shardings}.
-      capacity: initial {stack: U}, or None.
+    `devices` share a batch; `placement` is {'inputs', 'rows': tree of shardings}; the rest is as for `Pipeline`.
     """
 
     def __init__(
@@ -319,11 +285,7 @@ class Stages:
         self._lock = threading.Lock()  # guards the counters and `DeviceStep.reads`
 
     def plan(self, batch: Any, number: int) -> Planned:
-        """Plan a batch; must be called in batch order.
-
-        Raises:
-          ValueError: it is not a Batch, or does not fit the tables.
-        """
+        """Plan a batch; must be called in batch order."""
         if not isinstance(batch, Batch):
             raise ValueError(
                 f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
@@ -366,13 +328,7 @@ class Stages:
         return jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, Inputs(*sent))
 
     def load(self, planned: Planned, watermark: int, scheduler: BatchScheduler) -> Loaded:
-        """Gather the rows of a batch and send them.
-
-        Args:
-          planned: the batch.
-          watermark: batch number; all earlier batches are written.
-          scheduler: scheduler of the run, notified when the tables have been read.
-        """
+        """Gather the rows of a batch and send them; all batches before the watermark are written."""
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
         floor = scheduler.void_before  # ring entries of earlier batches are void
         if self.options.skip_stale_reads and number - window >= floor:  # else the ring lacks some of the window
@@ -389,11 +345,9 @@ class Stages:
         return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
-        """Fetch the rows of a batch, or with `skip_rewritten` only those that no later batch will rewrite.
+        """Fetch the rows of a committed batch, or with `skip_rewritten` only those that no later batch will rewrite.
 
-        Args:
-          item: a committed batch.
-          end: number after the last batch of the run, or None if unknown.
+        `end` is the number after the last batch of the run, or None if unknown.
         """
         planned, committed = item.planned, item.committed
         assert committed is not None
@@ -442,7 +396,6 @@ class Stages:
         return found
 
     def _rows_bytes(self, plans):
-        """Return the bytes of all rows of some plans, with padding and slots."""
         widths = {name: sum(part.width for part in parts.values()) for name, parts in self.tables.layout.items()}
         return sum(4 * p.unique.size * widths[name] for name, p in plans.items())
 

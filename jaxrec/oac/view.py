@@ -47,9 +47,7 @@ class TableProgress:
     """Progress of a pipeline's tables relative to its dense state; queried by `GuardedTables`, and outlives the
     pipeline.
 
-    Args:
-      tables: unguarded HostTables.
-      counted: whether each batch puts all its rows, so that the put counters of the tables give the step of each shard.
+    `counted`: each batch puts all its rows, so that the put counters of the tables give the step of each shard.
     """
 
     def __init__(self, tables: HostTables, counted: bool):
@@ -57,7 +55,7 @@ class TableProgress:
         _all.add(self)
 
     def begin(self, scheduler, step: int) -> None:
-        """Start counting with a new scheduler, from the current step of both tables and dense state."""
+        """Start counting with a new scheduler, from the common step of tables and dense state."""
         self.scheduler, self.first_step = scheduler, step
         self.mark_current()
 
@@ -76,11 +74,7 @@ class TableProgress:
         return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
 
     def begin_run(self) -> None:
-        """Begin a run, and mark the tables as changed for all other pipelines over them.
-
-        Raises:
-          ValueError: another pipeline is running over these tables.
-        """
+        """Begin a run, and mark the tables as changed for all other pipelines over them."""
         with _lock:
             self.refuse_others(self.tables)
             for other in self._others(self.tables):
@@ -88,11 +82,7 @@ class TableProgress:
             self.running = True
 
     def refuse_others(self, tables: HostTables) -> None:
-        """Refuse tables over which another pipeline is running.
-
-        Raises:
-          ValueError: another pipeline is running over them.
-        """
+        """Refuse tables over which another pipeline is running."""
         if any(other.running for other in self._others(tables)):
             raise ValueError(
                 "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
@@ -132,10 +122,6 @@ class GuardedTables:
     """Guarded tables of a yielded state: they act as the pipeline's tables while these match it, and raise otherwise.
 
     `spec` and `layout` are always available.
-
-    Args:
-      progress: progress of the pipeline's tables.
-      step: step of the state.
     """
 
     in_place = True
@@ -145,12 +131,7 @@ class GuardedTables:
         self._progress, self._step = progress, step
 
     def unguarded(self) -> HostTables:
-        """Return the unguarded tables.
-
-        Raises:
-          BrokenPipeline: rows are lost.
-          ValueError: the tables are not at the step of the state.
-        """
+        """Return the unguarded tables; raise unless they are at the step of the state."""
         self._progress.refuse_broken()
         if not (self._step == self._progress.step == self._progress.current_at and self._progress.untouched()):
             raise ValueError(

@@ -26,14 +26,9 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
-    """A thread of one stage.
+    """A thread of one stage: body(thread), which sets `number` to the batch in work, then leave(stage) at the end.
 
-    Args:
-      stage: name of the stage.
-      number: number of the first batch; the body sets the attribute to the batch in work.
-      body: called with this thread.
-      fail: called with this thread and the exception that the body raised.
-      leave: called with the stage, as the last action of the thread.
+    If the body raises, fail(thread, error) is called before.
     """
 
     def __init__(self, stage: str, number: int, body: Callable, fail: Callable, leave: Callable):
@@ -42,7 +37,7 @@ class Worker(threading.Thread):
         self._body, self._fail, self._leave = body, fail, leave
 
     def run(self):
-        """Run the body; called by `start`."""
+        """Run the body."""
         try:
             self._body(self)
         except BaseException as error:
@@ -52,29 +47,17 @@ class Worker(threading.Thread):
 
 
 class Workers:
-    """All threads of a run except the committing one.
-
-    Args:
-      scheduler: scheduler of the run.
-      stages: stages of the pipeline.
-      stream: stream of the run's batches.
-      threads: number of threads of each kind.
-      progress: progress of the pipeline's tables; held so that the tables count as in use while the threads live.
-    """
+    """All threads of a run except the committing one."""
 
     def __init__(
         self, scheduler: BatchScheduler, stages: Stages, stream: Stream, threads: Threads, progress: TableProgress
     ):
         self.scheduler, self.stages, self.stream, self.count = scheduler, stages, stream, threads
-        self.progress = progress
+        self.progress = progress  # held, so that the tables count as in use while the threads live
         self.threads: list[Worker] = []
 
     def start_all(self) -> None:
-        """Start all threads that live throughout the run.
-
-        Raises:
-          RuntimeError: the system cannot start more threads; `end` ends those already started.
-        """
+        """Start all threads that live throughout the run; if the system cannot, `end` ends those already started."""
         self.stream.free.clear()
         self.start("plan", self._plan_all)
         for _ in range(self.count.loaders):
@@ -113,12 +96,8 @@ class Workers:
     def end(self, deferred: Sequence[int], patience_seconds: float) -> None:
         """Wait until all committed rows are written and all threads have ended; return untrained batches to the stream.
 
-        Args:
-          deferred: deferred signals; the list grows during the wait.
-          patience_seconds: time after which a warning lists the threads still awaited.
-
-        Raises:
-          InterruptedError: a signal arrived after the warning; the run is not left.
+        After `patience_seconds` a warning lists the threads still awaited. If `deferred`, the list of deferred signals,
+        grows after that, InterruptedError is raised, and the run is not left.
         """
         scheduler = self.scheduler
         scheduler.finish()
@@ -251,11 +230,7 @@ class Begun(NamedTuple):
 
 
 class SnapshotSaver(SnapshotSchedule):
-    """The snapshots of a pipeline, each saved in its own thread.
-
-    Args:
-      stages, device_step: parts of the pipeline.
-    """
+    """The snapshots of a pipeline, each saved in its own thread."""
 
     def __init__(self, stages: Stages, device_step: DeviceStep):
         super().__init__()
@@ -271,26 +246,15 @@ class SnapshotSaver(SnapshotSchedule):
             self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_begun(step))
 
     def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
-        """Count a recovery for each missed snapshot; must be called while no snapshot is being saved.
+        """Count a recovery for each missed snapshot, while none is being saved; raise ShardsLost if they are too many.
 
         Training may go on while a save is tried again, so that a limit of recoveries per step would never be reached.
-
-        Args:
-          shards: lost shard numbers.
-          remedy: end of the error message.
-
-        Raises:
-          ShardsLost: too many recoveries for one snapshot.
         """
         for snapshot in self._missed:
             snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards, remedy)
 
     def save_missed(self, state: TrainState) -> None:
-        """Save the missed snapshots on this thread, after the run has ended.
-
-        Raises:
-          ShardsLost: a save meets lost shards again; its snapshot stays missed.
-        """
+        """Save the missed snapshots on this thread, after the run; one that meets lost shards again stays missed."""
         while self._missed:
             self._missed[0].save(state)
             self._missed.pop(0)
