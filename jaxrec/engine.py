@@ -124,6 +124,8 @@ class SnapshotSchedule:
 # Limit of successive recoveries without a further committed step, or without the save of the snapshot they delay.
 MAX_RECOVERIES = 8
 
+REMEDY = "restore them in `exclusive`, or go on from an image with `reset`"
+
 CHECK_EVERY_STEPS = 100  # steps between two checks of the losses within a run
 
 
@@ -159,12 +161,12 @@ class RecoveryCounter:
     def __init__(self):
         self._place, self._tries = "", 0
 
-    def count(self, place: str, shards: Iterable[int], remedy: str) -> None:
+    def count(self, place: str, shards: Iterable[int]) -> None:
         """Count a recovery at a place, such as "step 5"; raise ShardsLost after MAX_RECOVERIES of them there."""
         self._tries = self._tries + 1 if self._place == place else 1
         self._place = place
         if self._tries > MAX_RECOVERIES:
-            raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {remedy}")
+            raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {REMEDY}")
 
 
 Entered = TypeVar("Entered")
@@ -186,7 +188,6 @@ class Engine:
       step: number of committed steps.
     """
 
-    _name = "engine"  # in error messages
     # How long `run` waits for an iterator that an earlier run is still in.
     patience_seconds = 10.0
     step: int
@@ -269,7 +270,7 @@ class Engine:
 
     def _refuse_reset(self, state: TrainState) -> None:
         if self.running:
-            raise ValueError(f"reset within a run: leave the loop, or close the {self._name}, first.")
+            raise ValueError("reset within a run: leave the loop, or close the engine, first.")
         check_not_donated(state)
         if state.tables.spec.digest != self.tables.spec.digest:
             raise ValueError("reset to tables of another spec: make a new engine for them.")
@@ -369,7 +370,7 @@ class Engine:
           ValueError: called outside the `with` block.
         """
         if not self._within:
-            raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
+            raise ValueError("enter a watcher within `with engine:`, whose end will leave it.")
         entered = self._entered.enter_context(watcher)
         self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered
@@ -428,17 +429,13 @@ class Engine:
         finally:
             self._recovering = before
 
-    def _recovering_watchers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
-        """Return the watchers that have `recover`, and count the recovery.
-
-        ShardsLost is raised if there are none, ending with `otherwise`, or too many recoveries at this step (`again`).
-        """
+    def _recovering_watchers(self, shards: Iterable[int]) -> list[Any]:
+        """Return the watchers that have `recover`, at least one, and count the recovery."""
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
-            remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
-            raise ShardsLost(shards, f"no watcher restores them: {remedy}")
+            raise ShardsLost(shards, f"no watcher restores them: engine.enter(Recovery(...)) first; now {REMEDY}")
         # Counted per step: storage that loses restored shards again and again would loop forever.
-        self._tries.count(f"step {step}", shards, again)
+        self._tries.count(f"step {self.step}", shards)
         return watchers
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
@@ -447,10 +444,10 @@ class Engine:
         Call it between two runs. `but` and later watchers are not called; if there is none before, or shards are lost
         too often at this step, ShardsLost is raised.
         """
-        watchers = self._recovering_watchers(self.step, shards, "the servers that restore them die")
+        watchers = self._recovering_watchers(shards)
         before = watchers[: watchers.index(but)] if but in watchers else watchers
         if not before:
-            raise ShardsLost(shards, f"while all were restored: {self._name}.enter(...) what replaces them first")
+            raise ShardsLost(shards, "while all were restored: engine.enter(...) what replaces them first")
         for watcher in before:
             watcher.recover(tuple(sorted(shards)))
 
@@ -570,7 +567,7 @@ class Serial(Engine):
     def _recover(self, shards):
         if not shards:
             return
-        watchers = self._recovering_watchers(self.step, shards, "the watchers do not restore them")
+        watchers = self._recovering_watchers(shards)
         try:
             self._run_recovery(watchers, shards)
         except ShardsLost as lost:  # during the recovery: recover all once more

@@ -466,21 +466,17 @@ def make_eval_step(
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
     mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)
 
-    def on_rows(params, rows, plans, batch):
+    # `source`: device tables, whose rows are read in the same program, or rows.
+    def on_source(params, source, plans, batch):
+        rows = read_rows(source, plans) if isinstance(source, DeviceTables) else source
         validate.check_rows(spec, rows)
         return mapped(jax.tree.map(lambda leaf: leaf[replica], params), rows, plans, batch)
 
-    def on_tables(params, tables, plans, batch):
-        return on_rows(params, read_rows(tables, plans), plans, batch)
-
-    placed = shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh)
-    of_rows = jax.jit(on_rows, in_shardings=placed)
-    of_tables = jax.jit(on_tables, in_shardings=placed)
+    compiled = jax.jit(on_source, in_shardings=shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh))
 
     def run(state, plans, batch):
-        if isinstance(state.tables, DeviceTables):
-            return of_tables(state.dense.params, state.tables, plans, batch)
-        return of_rows(state.dense.params, state.tables.read(plans), plans, batch)
+        on_device = isinstance(state.tables, DeviceTables)
+        return compiled(state.dense.params, state.tables if on_device else state.tables.read(plans), plans, batch)
 
     return _checked(run, spec, mesh)
 

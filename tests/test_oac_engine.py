@@ -162,7 +162,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
 def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back():
     stream, pipeline = iter(BATCHES), Pipeline(mortal(("read", 6, 1)), update_of(SPEC), window=3)
     with pipeline:
-        with pytest.raises(ShardsLost, match="no watcher restores them: pipeline.enter") as raised:
+        with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter") as raised:
             list(pipeline.run(stream))
         assert raised.value.shards == (1,) and not getattr(raised.value, "__notes__", [""])[1:]
         at = pipeline.step

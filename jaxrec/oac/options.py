@@ -79,7 +79,7 @@ def memory_bytes(
     >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
     {'device': 1118000, 'host': 8988000}
     """
-    options = check_options(mode, window, validation, False, False)
+    options = check_options(mode, window, validation)
     in_flight = window + 1
     device = (in_flight + 1 + options.repairs) * row_floats
     if options.repairs:
@@ -100,6 +100,11 @@ class PipelineOptions(NamedTuple):
     validation: str
     skip_stale_reads: bool  # neither gather nor send rows that the ring provides
     skip_rewritten: bool  # neither fetch nor write rows that a later batch will rewrite
+    # Number of threads of each kind, and of batches planned beyond the window.
+    loaders: int = 1
+    fetchers: int = 1
+    writers: int = 1
+    ahead: int = 1
 
     @property
     def repairs(self) -> bool:
@@ -128,7 +133,7 @@ class PipelineOptions(NamedTuple):
 
 
 def check_options(
-    mode: str, window: int | None, validation: str, skip_stale_reads: bool, skip_rewritten: bool
+    mode: str, window: int | None, validation: str, skip_stale_reads=False, skip_rewritten=False, **threads: int
 ) -> PipelineOptions:
     """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
@@ -139,19 +144,11 @@ def check_options(
         raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed}: leave it out.")
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
-    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten)
+    threads = {name: whole_number(name, count) for name, count in threads.items()}
+    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten, **threads)
     if (skip_stale_reads or skip_rewritten) and not options.plans_sources:
         raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
     return options
-
-
-class Threads(NamedTuple):
-    """Number of threads of each kind, and of batches planned beyond the window."""
-
-    loaders: int
-    fetchers: int
-    writers: int
-    ahead: int
 
 
 def with_unguarded_tables(state) -> TrainState:

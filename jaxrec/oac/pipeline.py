@@ -23,17 +23,17 @@ from typing import Any, Literal
 import jax
 
 from jaxrec import validate
-from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
     CHECK_EVERY_STEPS,
+    REMEDY,
     Engine,
     add_failures,
     first_failure,
     result_or_error,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.oac.options import Threads, check_options, mesh_of, with_unguarded_tables
+from jaxrec.oac.options import check_options, mesh_of, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
@@ -42,8 +42,6 @@ from jaxrec.prefetch import Stream
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
-
-REMEDY = "restore them in `exclusive`, or go on from an image with `reset`"
 
 
 class Pipeline(Engine):
@@ -101,7 +99,6 @@ class Pipeline(Engine):
         mesh that do not fit each other.
     """
 
-    _name = "pipeline"
     scheduler_type, device_step_type = BatchScheduler, DeviceStep
     _snapshots: SnapshotSaver
 
@@ -116,10 +113,11 @@ class Pipeline(Engine):
         self._iterating: threading.Thread | None = None  # thread that iterates over the run
         self._left = True
         state = with_unguarded_tables(state)
-        options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
+        options = check_options(
+            mode, window, validation, skip_stale_reads, skip_rewritten,
+            loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead,
+        )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
-        threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
-        self._threads = Threads(**{name: whole_number(name, count) for name, count in threads.items()})
         tables, spec = state.tables, state.tables.spec
         self._mesh = mesh = mesh_of(state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
@@ -135,11 +133,12 @@ class Pipeline(Engine):
         _pipelines.add(self)
 
     def _new_scheduler(self, number, stream, lost=()):
-        ahead = self._threads.ahead + self._options.lookahead
-        self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
+        options = self._options
+        ahead = options.ahead + options.lookahead
+        self.scheduler = self.scheduler_type(self.window, ahead, options.writers, number, self.mode == "semisync")
         self.scheduler.mark_lost(lost)
         self._progress.begin(self.scheduler, int(self._device_step.dense.step))
-        self._workers = Workers(self.scheduler, self._stages, stream, self._threads, self._progress)
+        self._workers = Workers(self.scheduler, self._stages, stream, self._progress)
 
     @property
     def tables(self) -> HostTables:
@@ -411,11 +410,11 @@ class Pipeline(Engine):
             self._recover(wanted)
 
     def _recover(self, shards, begin_snapshot=True):
-        watchers = self._recovering_watchers(self.step, shards, REMEDY, f"; now {REMEDY}")
+        watchers = self._recovering_watchers(shards)
         # The snapshot of this step precedes the failure, so the recovery must find it saved.
         self.scheduler.wait_for_snapshot()
         # After the wait: a save that meets lost shards marks them first, and records its snapshot as missed later.
-        self._snapshots.count_recovery(shards, REMEDY)
+        self._snapshots.count_recovery(shards)
         before = self.scheduler.epoch
         try:
             self._run_recovery(watchers, shards)

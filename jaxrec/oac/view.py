@@ -25,22 +25,14 @@ class BrokenPipeline(RuntimeError):
     """
 
     def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
-        where = {*table_steps}
-        if len(where) == 1:
-            tables = f"the tables {_at(table_steps[0])}"
-        else:
-            tables = "of the tables " + ", ".join(f"shard {s} {_at(step)}" for s, step in enumerate(table_steps))
         gone = "is gone (it was given to the update that failed)"
         super().__init__(
             f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
-            f"{gone if dense_step is None else 'stands ' + _at(dense_step)}, {tables:.400}. Restore the last image, "
-            "into `pipeline.tables` or new tables, and give it to `reset` or to a new Pipeline."
+            f"{gone if dense_step is None else f'stands at step {dense_step}'}, the shards of the tables at steps "
+            f"{table_steps!s:.400}. Restore the last image, into `pipeline.tables` or new tables, and give it to "
+            "`reset` or to a new Pipeline."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
-
-
-def _at(step):
-    return "at no step" if step is None else f"at step {step}"
 
 
 class TableProgress:

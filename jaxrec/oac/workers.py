@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxrec.engine import RecoveryCounter, SnapshotSchedule, result_or_error
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.options import Threads
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Item, Stages
 from jaxrec.oac.view import TableProgress
@@ -49,10 +48,8 @@ class Worker(threading.Thread):
 class Workers:
     """All threads of a run except the committing one."""
 
-    def __init__(
-        self, scheduler: BatchScheduler, stages: Stages, stream: Stream, threads: Threads, progress: TableProgress
-    ):
-        self.scheduler, self.stages, self.stream, self.count = scheduler, stages, stream, threads
+    def __init__(self, scheduler: BatchScheduler, stages: Stages, stream: Stream, progress: TableProgress):
+        self.scheduler, self.stages, self.stream, self.options = scheduler, stages, stream, stages.options
         self.progress = progress  # held, so that the tables count as in use while the threads live
         self.threads: list[Worker] = []
 
@@ -60,11 +57,11 @@ class Workers:
         """Start all threads that live throughout the run; if the system cannot, `end` ends those already started."""
         self.stream.free.clear()
         self.start("plan", self._plan_all)
-        for _ in range(self.count.loaders):
+        for _ in range(self.options.loaders):
             self.start("load", self._load_all)
-        for _ in range(self.count.fetchers):
+        for _ in range(self.options.fetchers):
             self.start("fetch", self._fetch_all)
-        for writer in range(self.count.writers):
+        for writer in range(self.options.writers):
             self.start("write back", functools.partial(self._write_all, writer))
 
     def start(self, stage: str, body: Callable[[Worker], None]) -> None:
@@ -206,7 +203,7 @@ class Workers:
         self.scheduler.mark_fetched(number, store)
 
     def _write_all(self, writer: int, worker: Worker):
-        shards = range(writer, self.stages.tables.spec.shards, self.count.writers)
+        shards = range(writer, self.stages.tables.spec.shards, self.options.writers)
         while (number := self.scheduler.wait_to_write(writer)) is not None:
             worker.number = number
             self._write(self.stages.items[number], shards, writer, number)
@@ -245,13 +242,13 @@ class SnapshotSaver(SnapshotSchedule):
         if save := self.at(step):
             self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_begun(step))
 
-    def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
+    def count_recovery(self, shards: Iterable[int]) -> None:
         """Count a recovery for each missed snapshot, while none is being saved; raise ShardsLost if they are too many.
 
         Training may go on while a save is tried again, so that a limit of recoveries per step would never be reached.
         """
         for snapshot in self._missed:
-            snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards, remedy)
+            snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards)
 
     def save_missed(self, state: TrainState) -> None:
         """Save the missed snapshots on this thread, after the run; one that meets lost shards again stays missed."""

@@ -62,8 +62,6 @@ class FreeTrainers(Engine):
         per trainer; the state was trained with another rule.
     """
 
-    _name = "trainers"
-
     def __init__(
         self,
         state: TrainState,
