@@ -191,6 +191,7 @@ class Engine:
     # How long `run` waits for an iterator that an earlier run is still in.
     patience_seconds = 10.0
     step: int
+    _state: TrainState
 
     def __init__(self):
         # Weak, so that dropping the iterator of a run ends the run.
@@ -208,12 +209,14 @@ class Engine:
     @property
     def tables(self) -> Tables:
         """The current tables."""
-        raise NotImplementedError
+        return self._state.tables
 
     @property
     def state(self) -> TrainState:
         """The state between two steps; hooks may not read it, as they get the state as an argument."""
-        raise NotImplementedError
+        if self._in_hook:
+            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
+        return self._state
 
     @property
     def running(self) -> bool:
@@ -253,6 +256,20 @@ class Engine:
     def _hold(self, generator: Generator) -> Generator:
         self._generator = weakref.ref(generator)
         return generator
+
+    def _run_hooks(self, hooks: tuple[Callable, ...], plans: Any, metrics: dict) -> None:
+        for hook in hooks:
+            given, self._in_hook = self._state, True
+            try:
+                found = run_hooks((hook,), given, self.step, plans, metrics)
+            finally:
+                self._in_hook = False
+            # After each hook: the next one may raise, and this one may have donated the earlier state.
+            self._take_from_hook(given, found)
+
+    def _take_from_hook(self, given: TrainState, found: TrainState) -> None:
+        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
+        self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
 
     def exclusive(self, change: Callable[[Any], Any]) -> None:
         """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
@@ -485,18 +502,6 @@ class Serial(Engine):
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
         self.step = int(state.dense.step)
 
-    @property
-    def state(self) -> TrainState:
-        """See `Engine`."""
-        if self._in_hook:
-            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
-        return self._state
-
-    @property
-    def tables(self) -> Tables:
-        """See `Engine`."""
-        return self._state.tables
-
     def steps(
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = ()
     ) -> Generator[tuple[TrainState, dict], None, None]:
@@ -530,8 +535,7 @@ class Serial(Engine):
                 metrics = self._commit(plans, batch, forget)
             try:
                 if metrics is not None:
-                    for hook in hooks:
-                        self._run_hook(hook, plans, metrics)
+                    self._run_hooks(hooks, plans, metrics)
                 self._finish_step()
             finally:
                 raise_deferred(deferred)
@@ -595,16 +599,6 @@ class Serial(Engine):
             self._recover(self._lost_shards)
         finally:
             self._in_hook = in_hook
-
-    def _run_hook(self, hook, plans, metrics):
-        given, self._in_hook = self._state, True
-        try:
-            found = run_hooks((hook,), given, self.step, plans, metrics)
-        finally:
-            self._in_hook = False
-        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
-        changed = found.tables is given.tables and self._state.tables is not given.tables
-        self._state = found._replace(tables=self._state.tables) if changed else found
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
         """Replace the tables by change(tables).

@@ -118,24 +118,21 @@ def gradients(
     *,
     spec: EmbeddingSpec,
     loss: Callable,
-    sharded: bool = False,
-    rng: jax.Array | None = None,
 ) -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
     """Compute the gradients of a batch, the first half of `update`, for callers that apply them later (Hogwild).
 
     Args:
       params: dense parameters, without a replica axis.
-      values: {stack: f32[S, U, E]}; the device's shards only if `sharded`.
-      plans, batch, spec, loss, sharded: as for `update`.
-      rng: key for the loss, as from `losses.key_at`; None for a loss without `rng`.
+      values: {stack: f32[S, U, E]}.
+      plans, batch, spec, loss: as for `update`; a loss without `rng`.
 
     Returns:
-      The gradients with respect to params and to values (summed over replicas), and metrics.
+      The gradients with respect to params and to values, and metrics.
 
     Raises:
       ValueError: as `update`; the loss returns variables, which have no gradient to apply later.
     """
-    gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, sharded, rng)
+    gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, False, None)
     if variables:
         raise ValueError(
             f"the loss returned variables {list(variables)}, but free trainers and the emulation "
@@ -374,7 +371,8 @@ def _checked(run, spec, mesh):
     """Wrap a step with validation of its arguments."""
 
     def step(state, plans, batch):
-        validate.check_state(spec, state)
+        validate.check_not_donated(state)
+        validate.check_spec(spec, state.tables.spec)
         validate.check_batch(spec, plans, batch, mesh.size)
         return run(state, plans, batch)
 

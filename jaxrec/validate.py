@@ -18,12 +18,6 @@ from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, RowOptimizer, TrainState
 
 
-def check_state(spec: EmbeddingSpec, state: TrainState) -> None:
-    """Refuse a state that was donated before, or whose tables have another spec."""
-    check_not_donated(state)
-    check_spec(spec, state.tables.spec)
-
-
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
     """Refuse tables of another spec; the seed may differ, as it affects initial rows only."""
     if theirs is spec or theirs.digest == spec.digest:

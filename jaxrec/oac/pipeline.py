@@ -40,7 +40,6 @@ from jaxrec.oac.view import GuardedTables, TableProgress
 from jaxrec.oac.workers import SnapshotSaver, Workers
 from jaxrec.prefetch import Stream
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
-from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
 
@@ -153,14 +152,12 @@ class Pipeline(Engine):
     @property
     def state(self) -> TrainState:
         """See `Engine`; the save of a snapshot may not read it either."""
-        if self._in_hook or threading.current_thread() in self._workers.threads:
-            raise ValueError(
-                "pipeline.state was read in a hook or in the save of a snapshot: use the state passed to it, as this "
-                "one lacks changes by earlier hooks, or is of a later step."
-            )
-        return self._state()
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("pipeline.state was read in the save of a snapshot: use the state passed to it.")
+        return super().state
 
-    def _state(self):
+    @property
+    def _state(self) -> TrainState:  # type: ignore[override]
         return TrainState(self._device_step.dense, self._guarded_tables)
 
     @property
@@ -180,7 +177,7 @@ class Pipeline(Engine):
             while (number := self._next_batch_number()) is not None:
                 metrics = self._train(number, hooks)
                 self._losses.check(CHECK_EVERY_STEPS)
-                yield self._state(), metrics
+                yield self._state, metrics
             self._losses.check()
             self._leave(recovers=True)
             # The last writes may have met lost shards after the loop above had ended.
@@ -261,19 +258,11 @@ class Pipeline(Engine):
         self._losses.note(self.step, metrics)
         return metrics
 
-    def _run_hooks(self, hooks, plans, metrics):
-        self._in_hook = True
-        try:
-            for hook in hooks:
-                before = self._state()
-                state = run_hooks([hook], before, self.step, plans, metrics)
-                if not isinstance(state, TrainState) or state.tables not in (self._guarded_tables, self.tables):
-                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
-                # After each hook: the next one may raise, and the hook may have donated the earlier state.
-                self._device_step.dense = state.dense
-        finally:
-            self._in_hook = False
+    def _take_from_hook(self, given, found):
+        if found.tables not in (self._guarded_tables, self.tables):
+            raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+        check_same_shapes(given.dense, found.dense, "a hook returned a dense state of other shapes")
+        self._device_step.dense = found.dense
 
     def drain(self) -> HostTables:
         """Wait until all committed batches are written; return the tables, which then match `state.dense`.

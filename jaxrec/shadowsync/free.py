@@ -23,7 +23,6 @@ from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
-from jaxrec.step import run_hooks
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
 from jaxrec.validate import check_spec
 
@@ -114,15 +113,8 @@ class FreeTrainers(Engine):
     @property
     def state(self) -> TrainState:
         """State of all trainers while idle; hooks use their argument, as reading it in a hook raises ValueError."""
-        if self._in_hook:
-            raise ValueError("trainers.state was read in a hook: use the state passed to it.")
         self._check_whole()
-        return self._state
-
-    @property
-    def tables(self) -> HostTables:
-        """The current host tables."""
-        return self._state.tables
+        return super().state
 
     def figures(self) -> dict[str, Any]:
         """Return statistics of all stretches as JSON values.
@@ -170,7 +162,7 @@ class FreeTrainers(Engine):
             splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
             metrics = self._stretch(splitter)
             if splitter.taken:
-                self._run_hooks(hooks, metrics)
+                self._run_hooks(hooks, None, metrics)
                 yield self._state, metrics
             if splitter.error is not None:
                 raise splitter.error
@@ -200,7 +192,7 @@ class FreeTrainers(Engine):
         streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
         states = self._states_apart()
         try:
-            return train_stretch(self._free_step, states, self.tables, streams, make, self._workers, hook)
+            return train_stretch(self._free_step, states, self._state.tables, streams, make, self._workers, hook)
         finally:
             splitter.close()  # before `taken` is read
 
@@ -238,24 +230,13 @@ class FreeTrainers(Engine):
         one, memory = _first_replica(dense.params), dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
-    def _run_hooks(self, hooks, metrics):
-        for hook in hooks:
-            self._in_hook = True
-            given = self._state
-            try:
-                found = run_hooks((hook,), given, self.step, None, metrics)
-            finally:
-                self._in_hook = False
-            # The hook may have replaced the tables by `exclusive`.
-            self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
-
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
         """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs.
 
         Raises:
           ValueError: `change` does not return HostTables of the same spec; the tables are then not replaced.
         """
-        changed = change(self.tables)
+        changed = change(self._state.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: HostTables of the same spec are expected."

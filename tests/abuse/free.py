@@ -207,7 +207,7 @@ def _(directory):
             goes_on(engine, 2)
 
 
-@situation("a hook that asks the free trainers for their state", ValueError, "trainers.state was read in a hook")
+@situation("a hook that asks the free trainers for their state", ValueError, "engine.state was read in a hook")
 def _(directory):
     with free() as engine:
         train(engine, stream(4), [lambda *given: engine.state])
