@@ -210,9 +210,6 @@ def init_state(
 
     Returns:
       TrainState; dense leaves have a leading axis of R replicas.
-
-    Raises:
-      ValueError: the tables are placed on another mesh.
     """
     mesh = as_mesh(mesh)
     replicas = mesh.shape[REPLICA]
@@ -221,9 +218,7 @@ def init_state(
         put_on_mesh(replicate(params, replicas), mesh, PER_REPLICA),
         put_on_mesh(replicate(optimizer.init(params), replicas), mesh, PER_REPLICA),
     )
-    state = TrainState(dense, tables)
-    validate.check_placement(state, mesh)
-    return state
+    return TrainState(dense, tables)
 
 
 def make_update(
@@ -267,7 +262,7 @@ def make_update(
     # Checked here, not only in the step: a pipeline runs the update without the step. Under jit this runs once per
     # compiled shape.
     def checked(dense, rows, plans, batch):
-        validate.check_batch(spec, plans, batch, mesh.size)
+        validate.check_batch(spec, plans, batch)
         validate.check_dense(dense, optimizer, mesh.shape[REPLICA])
         validate.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plans, batch)
@@ -356,7 +351,7 @@ def make_train_step(
             lost.done = TrainState(dense, state.tables), metrics
             raise
 
-    return _checked(run, spec, mesh)
+    return _checked(run, spec)
 
 
 def _device_operations(spec, mesh):
@@ -367,13 +362,13 @@ def _device_operations(spec, mesh):
     return read, put
 
 
-def _checked(run, spec, mesh):
+def _checked(run, spec):
     """Wrap a step with validation of its arguments."""
 
     def step(state, plans, batch):
         validate.check_not_donated(state)
         validate.check_spec(spec, state.tables.spec)
-        validate.check_batch(spec, plans, batch, mesh.size)
+        validate.check_batch(spec, plans, batch)
         return run(state, plans, batch)
 
     return step
@@ -476,7 +471,7 @@ def make_eval_step(
         on_device = isinstance(state.tables, DeviceTables)
         return compiled(state.dense.params, state.tables if on_device else state.tables.read(plans), plans, batch)
 
-    return _checked(run, spec, mesh)
+    return _checked(run, spec)
 
 
 def run_hooks(

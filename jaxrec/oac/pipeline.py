@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import jax
 
-from jaxrec import validate
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
     CHECK_EVERY_STEPS,
@@ -118,11 +117,11 @@ class Pipeline(Engine):
         )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
         tables, spec = state.tables, state.tables.spec
-        self._mesh = mesh = mesh_of(state, update)
+        mesh = mesh_of(state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._device_step = self.device_step_type(update, options, tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
-        self._stages = Stages(tables, options, self._device_step, mesh.size, *transfers, capacity)
+        self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
         self._snapshots = SnapshotSaver(self._stages, self._device_step)
         self._progress = TableProgress(tables, counted=not options.adds and not options.skip_rewritten)
@@ -362,7 +361,6 @@ class Pipeline(Engine):
         self._raise_failures()
         state = with_unguarded_tables(state)
         check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
-        validate.check_placement(state, self._mesh)
         self._progress.refuse_others(state.tables)
         self._notify_restarted(state)
         before, self._marked_lost = self.step, set()

@@ -269,14 +269,14 @@ def shapes_of(tree: Any) -> Any:
 class Stages:
     """The stages over one set of tables, and the batches in flight.
 
-    `devices` share a batch; `placement` is {'inputs', 'rows': tree of shardings}; the rest is as for `Pipeline`.
+    `placement` is {'inputs', 'rows': tree of shardings}; the rest is as for `Pipeline`.
     """
 
     def __init__(
-        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, devices: int, send: Callable,
+        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, send: Callable,
         fetch: Callable, placement: Mapping, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        self.tables, self.options, self.devices = tables, options, devices
+        self.tables, self.options = tables, options
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None
         self.capacity = capacity  # {stack: U}; U only grows
         self.items: dict[int, Item] = {}
@@ -293,7 +293,7 @@ class Stages:
             )
         # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
-        validate.check_batch(self.tables.spec, plans, batch, self.devices)
+        validate.check_batch(self.tables.spec, plans, batch)
         self.capacity = capacity_of(plans)
         source = self.last.sources(plans, number) if self.last else {}
         keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_rewritten else {}
