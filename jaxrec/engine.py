@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import numpy as np
@@ -61,64 +61,46 @@ def _chain(error):
     return found
 
 
-class SnapshotRequest(NamedTuple):
-    """The save function of a step, and whether to warn if a run ends before the step."""
-
-    save: Callable[[TrainState], Any]
-    unreached: Literal["warn", "ignore"]
-
-
 class SnapshotSchedule:
     """The pending snapshots of an engine."""
 
     def __init__(self):
-        self._to_come: dict[int, SnapshotRequest] = {}
+        self._to_come: dict[int, Callable[[TrainState], Any]] = {}  # {step: save function}
+        self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
-    def announce(self, step: int, now: int, snapshot: SnapshotRequest) -> None:
+    def announce(self, step: int, now: int, save: Callable[[TrainState], Any], unreached: str) -> None:
         """Add a snapshot for a step after `now`, the current step."""
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
             raise ValueError(f"a snapshot of step {step} is announced already: let one function do all the saving.")
-        self._to_come[step] = snapshot
+        self._to_come[step] = save
+        if unreached == "warn":
+            self._unwarned.add(step)
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """Return the save function of a step, or None; the snapshot stays pending until `mark_begun`."""
-        return self._to_come[step].save if step in self._to_come else None
+        """Return the save function of a step, or None; the snapshot stays pending until `remove`."""
+        return self._to_come.get(step)
 
-    def mark_begun(self, step: int) -> None:
-        """Remove the snapshot of a step, which has begun."""
-        self._to_come.pop(step)
-
-    def cancel_snapshot(self, step: int) -> None:
-        """Cancel the snapshot of a step; does nothing if it was taken or never announced."""
+    def remove(self, step: int) -> None:
+        """Remove the snapshot of a step, which has begun or is cancelled; does nothing if there is none."""
         self._to_come.pop(step, None)
-
-    def _wanted(self):
-        return sorted(step for step, snapshot in self._to_come.items() if snapshot.unreached == "warn")
+        self._unwarned.discard(step)
 
     def forget(self, now: int) -> None:
         """Drop all snapshots, as the state of step `now` is replaced; warn of those that were not taken."""
-        steps = self._wanted()
         self._to_come = {}
-        if steps:
-            warnings.warn(
-                f"snapshots announced for steps {steps} were not taken, and are forgotten: the engine was reset at "
-                f"step {now}.",
-                stacklevel=3,
-            )
+        self._warn(f", and are forgotten: the engine was reset at step {now}.")
 
     def warn(self, now: int) -> None:
         """Warn once of snapshots that a run ending at step `now` has not taken; drop those of past steps."""
-        steps = self._wanted()
-        later = {step: snapshot for step, snapshot in self._to_come.items() if step > now}
-        self._to_come = {step: snapshot._replace(unreached="ignore") for step, snapshot in later.items()}
+        self._to_come = {step: save for step, save in self._to_come.items() if step > now}
+        self._warn(f": the run was left at step {now}. Those of later steps stay announced for the next run.")
+
+    def _warn(self, why):
+        steps, self._unwarned = sorted(self._unwarned), set()
         if steps:
-            warnings.warn(
-                f"snapshots announced for steps {steps} were not taken: the run was left at step {now}. Those of "
-                "later steps stay announced for the next run.",
-                stacklevel=4,
-            )
+            warnings.warn(f"snapshots announced for steps {steps} were not taken{why}", stacklevel=5)
 
 
 # Limit of successive recoveries without a further committed step, or without the save of the snapshot they delay.
@@ -362,11 +344,11 @@ class Engine:
         Raises:
           ValueError: the step is committed, or has a snapshot already.
         """
-        self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
+        self._snapshots.announce(step, self.step, save, unreached)
 
     def cancel_snapshot(self, step: int) -> None:
         """Cancel the snapshot of a step; does nothing if there is none or it was taken."""
-        self._snapshots.cancel_snapshot(step)
+        self._snapshots.remove(step)
 
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enter a context manager, which is left when the `with` block of this engine ends.
@@ -590,7 +572,7 @@ class Serial(Engine):
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
-                    self._snapshots.mark_begun(self.step)
+                    self._snapshots.remove(self.step)
 
     def _recover_during_change(self, shards):
         self._lost_shards.update(shards)

@@ -687,7 +687,7 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
 WAITS = {
     "drain": BatchScheduler.drain,
     "exclusive": BatchScheduler.drain,
-    "snapshot": BatchScheduler.wait_for_release,
+    "snapshot": BatchScheduler.wait_for_snapshot,
     "commit": BatchScheduler.wait_to_commit,
     "leave": BatchScheduler.wait_for_threads,
 }

@@ -248,12 +248,8 @@ class BatchScheduler:
             self.paused = False
             self._changed.notify_all()
 
-    def wait_for_release(self) -> None:
-        """Wait until no snapshot holds writes."""
-        self.wait(lambda: self.rows_lost or self.write_limit is None)
-
     def hold_writes(self) -> int:
-        """After `wait_for_release`: let writers write only what is committed by now; return the number after it."""
+        """While no snapshot is being saved: let writers write only what is committed; return the number after it."""
         with uninterrupted(), self._changed:
             # The snapshot consists of exactly the batches committed by now.
             self.write_limit = self.committed

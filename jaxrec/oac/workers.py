@@ -240,7 +240,7 @@ class SnapshotSaver(SnapshotSchedule):
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
-            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_begun(step))
+            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.remove(step))
 
     def count_recovery(self, shards: Iterable[int]) -> None:
         """Count a recovery for each missed snapshot, while none is being saved; raise ShardsLost if they are too many.
@@ -264,7 +264,7 @@ class SnapshotSaver(SnapshotSchedule):
     def _begin(self, snapshot, workers, forget):
         scheduler = workers.scheduler
         # Waits for the previous snapshot; if Ctrl-C ends the wait, this snapshot stays pending.
-        scheduler.wait_for_release()
+        scheduler.wait_for_snapshot()
         with uninterrupted():  # a hold always gets the thread that releases it
             # Before the copy: later batches are not written from here on, so that tables and copy match.
             number = scheduler.hold_writes()
