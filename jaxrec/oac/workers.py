@@ -25,24 +25,10 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
-    """A thread of one stage: body(thread), which sets `number` to the batch in work, then leave(stage) at the end.
+    """A thread of one stage."""
 
-    If the body raises, fail(thread, error) is called before.
-    """
-
-    def __init__(self, stage: str, number: int, body: Callable, fail: Callable, leave: Callable):
-        super().__init__(name=f"oac-{stage}", daemon=True)
-        self.stage, self.number = stage, number
-        self._body, self._fail, self._leave = body, fail, leave
-
-    def run(self):
-        """Run the body."""
-        try:
-            self._body(self)
-        except BaseException as error:
-            self._fail(self, error)
-        finally:
-            self._leave(self.stage)
+    stage: str
+    number: int  # of the batch in work
 
 
 class Workers:
@@ -66,7 +52,8 @@ class Workers:
 
     def start(self, stage: str, body: Callable[[Worker], None]) -> None:
         """Start a thread of a stage; an exception of the body is reported to `scheduler`."""
-        worker = Worker(stage, self.scheduler.first, body, self._fail, self.scheduler.leave)
+        worker = Worker(target=lambda: self._run(worker, body), name=f"oac-{stage}", daemon=True)
+        worker.stage, worker.number = stage, self.scheduler.first
         self.threads = [*self.threads[:1], *(t for t in self.threads[1:] if t.is_alive()), worker]
         # Listed before it runs, as calls of its body may check whether they are on a thread of the list.
         try:
@@ -74,6 +61,14 @@ class Workers:
         except BaseException:
             self.threads.remove(worker)
             raise
+
+    def _run(self, worker, body):
+        try:
+            body(worker)
+        except BaseException as error:
+            self._fail(worker, error)
+        finally:
+            self.scheduler.leave(worker.stage)
 
     def where(self, stage: str, number: int) -> str:
         """Return the note that names the stage and batch of an error."""
