@@ -242,12 +242,7 @@ def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
             f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is expected."
         )
     for what, before, after in [("dense state", dense, dense_after), ("rows", rows, new)]:
-        shapes = [shapes_of(tree) for tree in (before, after)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the update changes the shapes of the {what}: from {shapes[0]} to {shapes[1]}. A step must return "
-                "what it was given, in shape and dtype."
-            )
+        check_same_shapes(before, after, f"the update changes the shapes of the {what}")
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -255,8 +250,8 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:
-    """Refuse a dense state of other shapes or dtypes; the message begins with `what`."""
+def check_same_shapes(before: Any, after: Any, what: str) -> None:
+    """Refuse a dense state, or rows, of other shapes or dtypes; the message begins with `what`."""
     if after is not before and shapes_of(after) != shapes_of(before):
         raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
 
@@ -284,13 +279,8 @@ class Stages:
         self._device_step, self._send, self._fetch, self._placement = device_step, send, fetch, placement
         self._lock = threading.Lock()  # guards the counters and `DeviceStep.reads`
 
-    def plan(self, batch: Any, number: int) -> Planned:
+    def plan(self, batch: Batch, number: int) -> Planned:
         """Plan a batch; must be called in batch order."""
-        if not isinstance(batch, Batch):
-            raise ValueError(
-                f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
-                "jaxrec.Batch(ids, dense, label, weight), not the pairs of `planned`."
-            )
         # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         validate.check_batch(self.tables.spec, plans, batch)
