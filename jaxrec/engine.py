@@ -21,7 +21,7 @@ import numpy as np
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Stream, Streams, in_pairs
+from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, ShardsLost, TrainState
 from jaxrec.validate import check_not_donated
@@ -179,7 +179,8 @@ class Engine:
         # Weak, so that dropping the iterator of a run ends the run.
         self._generator: Callable = lambda: None
         self._unraised: list[BaseException] = []  # failures of a run that were not raised yet
-        self._streams, self._snapshots, self._losses = Streams(), SnapshotSchedule(), Losses()
+        self._stream = Stream(iter(()))  # of the last run
+        self._snapshots, self._losses = SnapshotSchedule(), Losses()
         self._in_hook = False
         self._marked_lost = set[int]()  # marked by a hook with `lose`, to be recovered after the snapshot
         self._tries = RecoveryCounter()
@@ -225,11 +226,23 @@ class Engine:
           ValueError: another run is active; as the step.
         """
         self._refuse_run()
-        return self._hold(self._over(self._streams.of(batches, self.patience_seconds), tuple(hooks)))
+        return self._hold(self._over(self._stream_of(batches), tuple(hooks)))
 
     def _refuse_run(self) -> None:
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
+
+    def _stream_of(self, batches: Iterable[Batch]) -> Stream:
+        """Return the stream of an iterable: the one of the last run if its iterator is the same."""
+        iterator = iter(batches)
+        if self._stream.iterator is not iterator:
+            self._stream = Stream(iterator)
+        if not self._stream.free.wait(self.patience_seconds):
+            raise ValueError(
+                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
+                "first (nothing of it is lost then), or give another one."
+            )
+        return self._stream
 
     def _over(self, stream: Stream, hooks: tuple[Callable, ...]) -> Generator:
         """Train on all batches of a stream; yield as `run`."""

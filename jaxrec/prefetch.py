@@ -56,28 +56,6 @@ class Stream:
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
 
-class Streams:
-    """The stream of an engine's last run, reused if the next run is over the same iterator."""
-
-    def __init__(self):
-        self._last = Stream(iter(()))
-
-    def of(self, batches: Iterable, patience_seconds: float) -> Stream:
-        """Return the stream of an iterable: the one of the previous run if its iterator is the same.
-
-        A planner thread of an earlier run may still be in the iterator: it is refused after `patience_seconds`.
-        """
-        iterator = iter(batches)
-        if self._last.iterator is not iterator:
-            self._last = Stream(iterator)
-        if not self._last.free.wait(patience_seconds):
-            raise ValueError(
-                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
-                "first (nothing of it is lost then), or give another one."
-            )
-        return self._last
-
-
 def own_batch(batch: Batch) -> Batch:
     """Copy the host arrays of a batch, as a loader may reuse them for the next one."""
     return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
