@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.types import Batch
@@ -62,31 +61,6 @@ def own_batch(batch: Batch) -> Batch:
 
 
 _AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
-
-
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[tuple, None, None]:
-    """Plan batches ahead of the step, in a thread; two batches are planned in advance.
-
-    Args:
-      spec: the tables and lookups.
-      batches: iterable of Batch, all of one size.
-      capacity: initial {stack: U}; it grows when a batch does not fit.
-
-    Yields:
-      (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
-
-    Raises:
-      ValueError: as `plan`.
-    """
-    return prefetch(_plan_each(spec, batches, capacity))
-
-
-def _plan_each(spec, batches, capacity):
-    for batch in batches:
-        batch = own_batch(batch)
-        plans = plan(spec, batch.ids, capacity)
-        capacity = capacity_of(plans)
-        yield batch, plans
 
 
 def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
@@ -198,3 +172,24 @@ class PlanPrefetcher:
         # Replaces its batch: a batch that cannot be planned is not returned to the stream; its error is raised once.
         with self._lock:
             self._taken[-1] = error
+
+
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[tuple, None, None]:
+    """Plan batches ahead of the step, in a thread.
+
+    Args:
+      spec: the tables and lookups.
+      batches: iterable of Batch, all of one size; up to three are taken ahead, so that the `position()` of a `Loader`
+        runs ahead of what the caller has received.
+      capacity: initial {stack: U}; it grows when a batch does not fit.
+
+    Yields:
+      (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
+
+    Raises:
+      ValueError: as `plan`.
+    """
+    with PlanPrefetcher(Stream(iter(batches)), spec, capacity) as ahead:
+        for pair in ahead:
+            ahead.forget()
+            yield pair

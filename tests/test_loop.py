@@ -1,10 +1,12 @@
 """The loop: hooks in order, a non-finite loss is named, plans are made ahead and grow."""
 
+import threading
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from world import until
 
 from jaxrec import loop
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
@@ -60,6 +62,29 @@ def test_planned_grows_and_keeps_its_capacity():
 
     shapes = [plans["width_4"].unique.shape[1] for _, plans in loop.planned(spec, batches())]
     assert shapes == [8, 30, 30]
+
+
+def one_each(number, taken):
+    for index in range(number):
+        taken.append(index)
+        yield Batch({"t": np.array([index])}, *[np.zeros(1, np.float32)] * 3)
+    raise OSError("disk on fire")
+
+
+def test_planned_stays_three_ahead_raises_in_place_and_ends_its_thread():
+    spec = EmbeddingSpec({"t": Table(9, 4)}, {"t": Lookup("t")}, shards=1)
+    planners, taken = lambda: [thread for thread in threading.enumerate() if thread.name == "plan"], []
+    pairs = loop.planned(spec, one_each(8, taken))
+    next(pairs)
+    assert planners()
+    until(lambda: len(taken) == 4)
+    pairs.close()
+    assert len(taken) == 4 and not planners()
+    pairs = loop.planned(spec, one_each(2, []))
+    assert [int(batch.ids["t"][0]) for batch, _ in (next(pairs), next(pairs))] == [0, 1]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(pairs)
+    assert not planners()
 
 
 def test_every_refuses_zero():
