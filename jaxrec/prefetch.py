@@ -43,7 +43,8 @@ class Stream:
         taken: Any = self.waiting.popleft() if self.waiting else next(self.iterator, END)
         if isinstance(taken, _Raised):
             raise taken.error
-        return own_batch(taken)
+        # A loader may reuse its arrays for the next batch.
+        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, taken)
 
     def give_back(self, taken: Any, first: bool = False) -> None:
         """Return an untrained batch, or an error that the iterator raised, to the stream; END is ignored.
@@ -53,11 +54,6 @@ class Stream:
         if taken is not END:
             put = self.waiting.appendleft if first else self.waiting.append
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
-
-
-def own_batch(batch: Batch) -> Batch:
-    """Copy the host arrays of a batch, as a loader may reuse them for the next one."""
-    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 _AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
