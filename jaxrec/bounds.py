@@ -10,18 +10,9 @@ import numpy as np
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, why: str = "") -> int:
-    """Check that an argument is an integer within bounds, and return it as a Python int.
+    """Check that an argument is an integer from `least` to `most`, and return it as a Python int.
 
-    Numpy integers are accepted, booleans and floats are not.
-
-    Args:
-      name: name of the argument, for the error.
-      value: the argument.
-      least, most: inclusive bounds.
-      why: text appended to the rule in the error, including its leading ", " or ": ".
-
-    Raises:
-      ValueError: the value is not such an integer.
+    Numpy integers are accepted, booleans and floats are not. `why` is appended to the rule in the error.
 
     >>> whole_number("window", np.int64(3), least=0)
     3
@@ -39,16 +30,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: float = math.inf, 
 def real_number(name: str, value: Any, rule: str, fits: Callable[[Any], bool]) -> Any:
     """Check that an argument is a real number that satisfies a rule, and return it unchanged.
 
-    Booleans, strings and NaN are refused.
-
-    Args:
-      name: name of the argument, for the error.
-      value: the argument.
-      rule: the rule in words, for the error, with its purpose where that helps.
-      fits: predicate for the rule; it uses comparisons only, so that NaN fails.
-
-    Raises:
-      ValueError: the value is not such a number.
+    Booleans, strings and NaN are refused: `fits` uses comparisons only, so that NaN fails. `rule` puts it into words.
 
     >>> real_number("eta", 0.5, "above 0 and finite", is_positive)
     0.5

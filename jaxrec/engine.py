@@ -1,9 +1,9 @@
-"""Engines, which train a state over a stream of batches: the protocol, a common base class and the serial engine.
+"""Engines, which train a state over a stream of batches: the base class and the serial engine.
 
-`Engine` is the interface that hooks and techniques use. `EngineBase` implements what all engines share: one run at a
-time, the `with` block and its watchers (context managers such as `cpr.Recovery`). `SnapshotSchedule` holds the
-snapshots, the steps at which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline`
-overlaps several, with bitwise the same results.
+`Engine` is the interface that hooks and techniques use, with what all engines share: one run at a time, the `with`
+block and its watchers (context managers such as `cpr.Recovery`). `SnapshotSchedule` holds the snapshots, the steps at
+which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline` overlaps several, with
+bitwise the same results.
 
 Legend: B batch, U padded unique rows per shard.
 """
@@ -11,77 +11,20 @@ Legend: B batch, U padded unique rows per shard.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import numpy as np
 
-from jaxrec.bounds import whole_number
-from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Streams, in_pairs
+from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
 from jaxrec.step import run_hooks
 from jaxrec.types import Batch, ShardsLost, TrainState
 from jaxrec.validate import check_not_donated
-
-
-class Engine(Protocol):
-    """Interface of engines: `Serial`; `oac.Pipeline`, with bitwise the same results; `shadowsync.FreeTrainers`.
-
-    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the snapshot of the step
-    if one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its snapshot
-    even if one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its snapshots,
-    and then leaves the watchers. Leaving a run never waits for the stream.
-
-    Attributes:
-      tables: the current tables.
-      step: number of committed steps.
-      state: the state between two steps; hooks may not read it, as they get the state as an argument.
-      running: whether a run has begun and not ended.
-    """
-
-    @property
-    def tables(self) -> Tables: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def state(self) -> TrainState: ...
-
-    @property
-    def running(self) -> bool: ...
-
-    def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
-    ) -> Iterator[tuple[TrainState, dict]]:
-        """Train on all batches; yield the state and the metrics after each."""
-
-    def exclusive(self, change: Callable[[Any], Any]) -> None:
-        """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
-
-    def snapshot_at(
-        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
-    ) -> None:
-        """Announce a snapshot: after the given step, which is not committed yet, call save(state)."""
-
-    def cancel_snapshot(self, step: int) -> None:
-        """Cancel the snapshot of a step."""
-
-    def lose(self, shards: Sequence[int]) -> None:
-        """Mark shards as lost; watchers that have `recover` restore them after the step and its snapshot."""
-
-    def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs; watchers that have `restarted(state)` are notified before."""
-
-    def enter(self, watcher: AbstractContextManager) -> Any:
-        """Enter a watcher, a context manager that is left after this engine."""
-
-    def replace_lost(self, shards: Iterable[int], but: Any) -> None:
-        """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows."""
 
 
 def result_or_error(function: Callable):
@@ -118,93 +61,54 @@ def _chain(error):
     return found
 
 
-class SnapshotRequest(NamedTuple):
-    """The save function of a step, and whether to warn if a run ends before the step."""
-
-    save: Callable[[TrainState], Any]
-    unreached: Literal["warn", "ignore"]
-
-
 class SnapshotSchedule:
     """The pending snapshots of an engine."""
 
     def __init__(self):
-        self._to_come: dict[int, SnapshotRequest] = {}
+        self._to_come: dict[int, Callable[[TrainState], Any]] = {}  # {step: save function}
+        self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
-    def announce(self, step: int, now: int, snapshot: SnapshotRequest) -> None:
-        """Add a snapshot for a step after `now`, the current step.
-
-        Raises:
-          ValueError: the step is committed, or has a snapshot already.
-        """
+    def announce(self, step: int, now: int, save: Callable[[TrainState], Any], unreached: str) -> None:
+        """Add a snapshot for a step after `now`, the current step."""
         if step <= now:
             raise ValueError(f"step={step} is committed already ({now} are).")
         if step in self._to_come:
             raise ValueError(f"a snapshot of step {step} is announced already: let one function do all the saving.")
-        self._to_come[step] = snapshot
+        self._to_come[step] = save
+        if unreached == "warn":
+            self._unwarned.add(step)
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """Return the save function of a step, or None; the snapshot stays pending until `mark_begun`."""
-        return self._to_come[step].save if step in self._to_come else None
+        """Return the save function of a step, or None; the snapshot stays pending until `remove`."""
+        return self._to_come.get(step)
 
-    def mark_begun(self, step: int) -> None:
-        """Remove the snapshot of a step, which has begun."""
-        self._to_come.pop(step)
-
-    def cancel_snapshot(self, step: int) -> None:
-        """Cancel the snapshot of a step; does nothing if it was taken or never announced."""
+    def remove(self, step: int) -> None:
+        """Remove the snapshot of a step, which has begun or is cancelled; does nothing if there is none."""
         self._to_come.pop(step, None)
-
-    def _wanted(self):
-        """Return the sorted steps of pending snapshots with unreached="warn"."""
-        return sorted(step for step, snapshot in self._to_come.items() if snapshot.unreached == "warn")
+        self._unwarned.discard(step)
 
     def forget(self, now: int) -> None:
         """Drop all snapshots, as the state of step `now` is replaced; warn of those that were not taken."""
-        steps = self._wanted()
         self._to_come = {}
-        if steps:
-            warnings.warn(
-                f"snapshots announced for steps {steps} were not taken, and are forgotten: the engine was reset at "
-                f"step {now}.",
-                stacklevel=3,
-            )
+        self._warn(f", and are forgotten: the engine was reset at step {now}.")
 
     def warn(self, now: int) -> None:
         """Warn once of snapshots that a run ending at step `now` has not taken; drop those of past steps."""
-        steps = self._wanted()
-        later = {step: snapshot for step, snapshot in self._to_come.items() if step > now}
-        self._to_come = {step: snapshot._replace(unreached="ignore") for step, snapshot in later.items()}
+        self._to_come = {step: save for step, save in self._to_come.items() if step > now}
+        self._warn(f": the run was left at step {now}. Those of later steps stay announced for the next run.")
+
+    def _warn(self, why):
+        steps, self._unwarned = sorted(self._unwarned), set()
         if steps:
-            warnings.warn(
-                f"snapshots announced for steps {steps} were not taken: the run was left at step {now}. Those of "
-                "later steps stay announced for the next run.",
-                stacklevel=4,
-            )
+            warnings.warn(f"snapshots announced for steps {steps} were not taken{why}", stacklevel=5)
 
 
 # Limit of successive recoveries without a further committed step, or without the save of the snapshot they delay.
 MAX_RECOVERIES = 8
 
+REMEDY = "restore them in `exclusive`, or go on from an image with `reset`"
 
-def checked_shards(spec: EmbeddingSpec, shards: Iterable[int], running: bool) -> set[int]:
-    """Validate shard numbers that a hook marks as lost, and return them as a set.
-
-    Raises:
-      ValueError: there is no such shard, or no run is active.
-    """
-    wanted = set(shards)
-    for shard in wanted:
-        check_shard(spec, shard)
-    if not running:
-        raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
-    return wanted
-
-
-def notify_restarted(watchers: Iterable[Any], state: TrainState) -> None:
-    """Notify watchers of the state that an engine will continue from; if one raises, the engine is not reset."""
-    for watcher in watchers:
-        getattr(watcher, "restarted", lambda state: None)(state)
+CHECK_EVERY_STEPS = 100  # steps between two checks of the losses within a run
 
 
 class Losses:
@@ -219,11 +123,7 @@ class Losses:
             self._waiting.append((step, metrics["loss"]))
 
     def check(self, from_number: int = 1) -> None:
-        """Fetch and check the recorded losses if there are at least `from_number`.
-
-        Raises:
-          FloatingPointError: a loss is not finite; the error gives the first such step and what to inspect.
-        """
+        """Fetch the recorded losses if there are at least `from_number`, and raise if one is not finite."""
         if len(self._waiting) >= from_number:
             waiting, self._waiting = self._waiting, []
             found = np.asarray(jax.device_get([loss for _, loss in waiting]))
@@ -243,37 +143,46 @@ class RecoveryCounter:
     def __init__(self):
         self._place, self._tries = "", 0
 
-    def count(self, place: str, shards: Iterable[int], remedy: str) -> None:
-        """Count a recovery; the count restarts whenever the place changes.
-
-        Args:
-          place: description for the error, such as "step 5".
-          shards: lost shard numbers.
-          remedy: end of the error message.
-
-        Raises:
-          ShardsLost: this is more than MAX_RECOVERIES recoveries at the place.
-        """
+    def count(self, place: str, shards: Iterable[int]) -> None:
+        """Count a recovery at a place, such as "step 5"; raise ShardsLost after MAX_RECOVERIES of them there."""
         self._tries = self._tries + 1 if self._place == place else 1
         self._place = place
         if self._tries > MAX_RECOVERIES:
-            raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {remedy}")
+            raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {REMEDY}")
 
 
 Entered = TypeVar("Entered")
 
 
-class EngineBase:
-    """Base class of engines: the lifetime of a run, the `with` block and the watchers."""
+class Engine:
+    """Base class of engines: `Serial`; `oac.Pipeline`, with bitwise the same results; `shadowsync.FreeTrainers`.
 
-    _name = "engine"  # in error messages
-    _snapshots: SnapshotSchedule
+    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the snapshot of the step
+    if one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its snapshot
+    even if one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its snapshots,
+    and then leaves the watchers. Leaving a run never waits for the stream.
+
+    However a run ends, the state is that of the last committed step, with the changes of the hooks that completed;
+    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator starts with the batches that were taken
+    but not trained.
+
+    Attributes:
+      step: number of committed steps.
+    """
+
+    # How long `run` waits for an iterator that an earlier run is still in.
+    patience_seconds = 10.0
     step: int
+    _state: TrainState
 
     def __init__(self):
         # Weak, so that dropping the iterator of a run ends the run.
         self._generator: Callable = lambda: None
         self._unraised: list[BaseException] = []  # failures of a run that were not raised yet
+        self._stream = Stream(iter(()))  # of the last run
+        self._snapshots, self._losses = SnapshotSchedule(), Losses()
+        self._in_hook = False
+        self._marked_lost = set[int]()  # marked by a hook with `lose`, to be recovered after the snapshot
         self._tries = RecoveryCounter()
         self._watchers: list[Any] = []  # in order of `enter`
         self._entered = contextlib.ExitStack()  # leaves the watchers
@@ -281,33 +190,146 @@ class EngineBase:
         self._recovering = False
 
     @property
+    def tables(self) -> Tables:
+        """The current tables."""
+        return self._state.tables
+
+    @property
+    def state(self) -> TrainState:
+        """The state between two steps; hooks may not read it, as they get the state as an argument."""
+        if self._in_hook:
+            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
+        return self._state
+
+    @property
     def running(self) -> bool:
         """Whether a run has begun and not ended."""
         generator = self._generator()
         return generator is not None and generator.gi_frame is not None
 
+    def run(
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+    ) -> Generator[tuple[TrainState, dict], None, None]:
+        """Train on all batches.
+
+        Args:
+          batches: iterable of Batch, all of one size; taken, copied and planned ahead of the steps.
+          hooks: (state, step, plans, metrics) -> state, called in order after every step.
+
+        Yields:
+          (TrainState, metrics) after every batch; the state is donated to the next step.
+
+        Raises:
+          FloatingPointError: a loss is not finite; the error gives the step. Losses are checked every 100 steps and
+            when a run ends.
+          ShardsLost: shards were lost, and no watcher can recover them.
+          ValueError: another run is active; as the step.
+        """
+        self._refuse_run()
+        return self._hold(self._over(self._stream_of(batches), tuple(hooks)))
+
+    def _refuse_run(self) -> None:
+        if self.running:
+            raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
+
+    def _stream_of(self, batches: Iterable[Batch]) -> Stream:
+        """Return the stream of an iterable: the one of the last run if its iterator is the same."""
+        iterator = iter(batches)
+        if self._stream.iterator is not iterator:
+            self._stream = Stream(iterator)
+        if not self._stream.free.wait(self.patience_seconds):
+            raise ValueError(
+                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
+                "first (nothing of it is lost then), or give another one."
+            )
+        return self._stream
+
+    def _over(self, stream: Stream, hooks: tuple[Callable, ...]) -> Generator:
+        """Train on all batches of a stream; yield as `run`."""
+        raise NotImplementedError
+
     def _hold(self, generator: Generator) -> Generator:
         self._generator = weakref.ref(generator)
         return generator
+
+    def _run_hooks(self, hooks: tuple[Callable, ...], plans: Any, metrics: dict) -> None:
+        for hook in hooks:
+            given, self._in_hook = self._state, True
+            try:
+                found = run_hooks((hook,), given, self.step, plans, metrics)
+            finally:
+                self._in_hook = False
+            # After each hook: the next one may raise, and this one may have donated the earlier state.
+            self._take_from_hook(given, found)
+
+    def _take_from_hook(self, given: TrainState, found: TrainState) -> None:
+        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
+        self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
+
+    def exclusive(self, change: Callable[[Any], Any]) -> None:
+        """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
+        raise NotImplementedError
+
+    def reset(self, state: TrainState) -> None:
+        """Continue from another state, between two runs, at the step of its dense half.
+
+        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
+
+        Raises:
+          ValueError: a run is active, the state was donated, or its tables have another spec.
+        """
+        raise NotImplementedError
+
+    def _refuse_reset(self, state: TrainState) -> None:
+        if self.running:
+            raise ValueError("reset within a run: leave the loop, or close the engine, first.")
+        check_not_donated(state)
+        if state.tables.spec.digest != self.tables.spec.digest:
+            raise ValueError("reset to tables of another spec: make a new engine for them.")
+
+    def _notify_restarted(self, state: TrainState) -> None:
+        """Notify watchers of the state that the engine will continue from; if one raises, it is not reset."""
+        for watcher in self._watchers:
+            getattr(watcher, "restarted", lambda state: None)(state)
+
+    def lose(self, shards: Iterable[int]) -> None:
+        """Mark shards as lost, in a hook; watchers that have `recover` restore them after the step and its snapshot.
+
+        For a hook that emulates a failure. If the row storage has really lost shards, it raises `ShardsLost`, and the
+        same recovery happens at the step committed when the loss is noticed.
+
+        Raises:
+          ValueError: there is no such shard, or no run is active.
+        """
+        wanted = set(shards)
+        for shard in wanted:
+            check_shard(self.tables.spec, shard)
+        if not self.running:
+            raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
+        self._marked_lost |= wanted
 
     def _pop_unraised(self) -> list[BaseException]:
         # Cleared, so that the next call does not raise the same failures again.
         failures, self._unraised = self._unraised, []
         return failures
 
-    def _end(self) -> list[BaseException]:
-        """End the active run, if any, and return its failures that were not raised yet."""
-        raise NotImplementedError
+    def _raise_failures(self) -> None:
+        if failures := self._pop_unraised():
+            raise first_failure(failures)
 
     def close(self) -> None:
-        """End the active run, if any.
+        """End the active run, if any, write all committed rows, and raise its failures that were not raised before."""
+        self._close_within(None)
 
-        Raises:
-          Failures of the run that were not raised before; FloatingPointError if an unchecked loss is not finite.
-        """
-        if failures := self._end():
-            raise first_failure(failures)
-        self._snapshots.warn(self.step)
+    def _end(self) -> list[BaseException]:
+        """End the active run, if any, and return its failures that were not raised yet."""
+        generator = self._generator()
+        for end in (generator.close if generator is not None else lambda: None, self._losses.check):
+            try:
+                end()
+            except Exception as failure:
+                self._unraised.append(failure)
+        return self._pop_unraised()
 
     def _close_within(self, error):
         try:
@@ -322,9 +344,24 @@ class EngineBase:
         else:
             self._snapshots.warn(self.step)
 
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
+    ) -> None:
+        """Announce a snapshot: after a step, save(state) will be called.
+
+        Args:
+          step: number of a step that is not committed yet.
+          save: (TrainState) -> anything, for example `Checkpointer.save`.
+          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
+
+        Raises:
+          ValueError: the step is committed, or has a snapshot already.
+        """
+        self._snapshots.announce(step, self.step, save, unreached)
+
     def cancel_snapshot(self, step: int) -> None:
         """Cancel the snapshot of a step; does nothing if there is none or it was taken."""
-        self._snapshots.cancel_snapshot(step)
+        self._snapshots.remove(step)
 
     def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
         """Enter a context manager, which is left when the `with` block of this engine ends.
@@ -345,7 +382,7 @@ class EngineBase:
           ValueError: called outside the `with` block.
         """
         if not self._within:
-            raise ValueError(f"enter a watcher within `with {self._name}:`, whose end will leave it.")
+            raise ValueError("enter a watcher within `with engine:`, whose end will leave it.")
         entered = self._entered.enter_context(watcher)
         self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
         return entered
@@ -404,47 +441,30 @@ class EngineBase:
         finally:
             self._recovering = before
 
-    def _recovering_watchers(self, step: int, shards: Iterable[int], again: str, otherwise: str = "") -> list[Any]:
-        """Return the watchers that have `recover`, and count the recovery.
-
-        Args:
-          step: number of committed steps.
-          shards: lost shard numbers.
-          again: end of the error message if shards are lost too often at this step.
-          otherwise: end of the error message if there is no such watcher.
-
-        Raises:
-          ShardsLost: there is no such watcher, or shards were lost too often at this step.
-        """
+    def _recovering_watchers(self, shards: Iterable[int]) -> list[Any]:
+        """Return the watchers that have `recover`, at least one, and count the recovery."""
         watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
         if not watchers:
-            remedy = f"{self._name}.enter(Recovery(...)) first{otherwise}"
-            raise ShardsLost(shards, f"no watcher restores them: {remedy}")
+            raise ShardsLost(shards, f"no watcher restores them: engine.enter(Recovery(...)) first; now {REMEDY}")
         # Counted per step: storage that loses restored shards again and again would loop forever.
-        self._tries.count(f"step {step}", shards, again)
+        self._tries.count(f"step {self.step}", shards)
         return watchers
 
     def replace_lost(self, shards: Iterable[int], but: Any) -> None:
         """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows.
 
-        Call it between two runs.
-
-        Args:
-          shards: lost shard numbers.
-          but: the watcher that restores all rows; it and later ones are not called.
-
-        Raises:
-          ShardsLost: no watcher was entered before `but`, or shards were lost too often at this step.
+        Call it between two runs. `but` and later watchers are not called; if there is none before, or shards are lost
+        too often at this step, ShardsLost is raised.
         """
-        watchers = self._recovering_watchers(self.step, shards, "the servers that restore them die")
+        watchers = self._recovering_watchers(shards)
         before = watchers[: watchers.index(but)] if but in watchers else watchers
         if not before:
-            raise ShardsLost(shards, f"while all were restored: {self._name}.enter(...) what replaces them first")
+            raise ShardsLost(shards, "while all were restored: engine.enter(...) what replaces them first")
         for watcher in before:
             watcher.recover(tuple(sorted(shards)))
 
 
-class Serial(EngineBase):
+class Serial(Engine):
     """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
         with Serial(state, train_step) as engine:
@@ -455,10 +475,6 @@ class Serial(EngineBase):
       state: TrainState; it is donated.
       train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
       capacity: initial {stack: U} of the plans: `capacity_of` the last plans, to resume a run bitwise.
-
-    However a run ends, the state is that of the last committed step, with the changes of the hooks that completed;
-    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator starts with the batches that were taken
-    but not trained.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
     >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
@@ -477,68 +493,28 @@ class Serial(EngineBase):
         super().__init__()
         check_not_donated(state)
         self._state, self._train_step, self._capacity = state, train_step, capacity
-        self._streams, self._snapshots = Streams(), SnapshotSchedule()
-        self._losses, self._in_hook, self._alone = Losses(), False, False
+        self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
-        self._marked_lost = set[int]()  # marked by a hook with `lose`, to be recovered after the snapshot
         self.step = int(state.dense.step)
 
-    @property
-    def state(self) -> TrainState:
-        """The state between two steps; hooks may not read it, as they get the state as an argument."""
-        if self._in_hook:
-            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
-        return self._state
-
-    @property
-    def tables(self) -> Tables:
-        """The current tables."""
-        return self._state.tables
-
-    def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
-    ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Train on all batches.
-
-        Args:
-          batches: iterable of Batch, all of one size; taken and planned up to three batches ahead.
-          hooks: (state, step, plans, metrics) -> state, called in order after every step.
-          check_every_steps: number of steps between two checks of the losses; they are also checked when a run ends.
-
-        Yields:
-          (TrainState, metrics) after every batch; the state is donated to the next step.
-
-        Raises:
-          FloatingPointError: a loss is not finite; the error gives the step.
-          ShardsLost: shards were lost, and no watcher can recover them.
-          ValueError: another run is active; as the step.
-        """
-        hooks, stream = self._check_run(hooks), self._streams.of(batches, patience_seconds=10.0)
-        return self._hold(self._over_stream(stream, hooks, check_every_steps))
-
     def steps(
-        self, pairs: Iterable[tuple], hooks: Sequence[Callable] = (), check_every_steps: int = 100
+        self, pairs: Iterable[tuple], hooks: Sequence[Callable] = ()
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """As `run`, over (Batch, {stack: Plan}) pairs that are planned already."""
-        return self._hold(self._over_pairs(in_pairs(pairs), self._check_run(hooks), check_every_steps))
+        self._refuse_run()
+        return self._hold(self._over_pairs(in_pairs(pairs), tuple(hooks)))
 
-    def _check_run(self, hooks):
-        if self.running:
-            raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
-        return tuple(hooks)  # a generator would be exhausted after one step
-
-    def _over_stream(self, stream, hooks, check_every_steps):
+    def _over(self, stream, hooks):
         with PlanPrefetcher(stream, self.tables.spec, self._capacity) as ahead:
-            yield from self._over_pairs(ahead, hooks, check_every_steps, ahead.forget)
+            yield from self._over_pairs(ahead, hooks, ahead.forget)
 
-    def _over_pairs(self, pairs, hooks, check_every_steps, forget=lambda: None):
-        whole_number("check_every_steps", check_every_steps)
+    def _over_pairs(self, pairs, hooks, forget=lambda: None):
         try:
             self._finish_step()  # completes the last step of the previous run
             for batch, plans in pairs:
                 metrics = self._train(plans, batch, hooks, forget)
                 yield self._state, metrics
-                self._losses.check(check_every_steps)
+                self._losses.check(CHECK_EVERY_STEPS)
         finally:
             # A committed step keeps its snapshot even if its hooks failed or were interrupted.
             if not self._lost_shards:
@@ -554,8 +530,7 @@ class Serial(EngineBase):
                 metrics = self._commit(plans, batch, forget)
             try:
                 if metrics is not None:
-                    for hook in hooks:
-                        self._run_hook(hook, plans, metrics)
+                    self._run_hooks(hooks, plans, metrics)
                 self._finish_step()
             finally:
                 raise_deferred(deferred)
@@ -591,7 +566,7 @@ class Serial(EngineBase):
     def _recover(self, shards):
         if not shards:
             return
-        watchers = self._recovering_watchers(self.step, shards, "the watchers do not restore them")
+        watchers = self._recovering_watchers(shards)
         try:
             self._run_recovery(watchers, shards)
         except ShardsLost as lost:  # during the recovery: recover all once more
@@ -610,7 +585,7 @@ class Serial(EngineBase):
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
-                    self._snapshots.mark_begun(self.step)
+                    self._snapshots.remove(self.step)
 
     def _recover_during_change(self, shards):
         self._lost_shards.update(shards)
@@ -619,16 +594,6 @@ class Serial(EngineBase):
             self._recover(self._lost_shards)
         finally:
             self._in_hook = in_hook
-
-    def _run_hook(self, hook, plans, metrics):
-        given, self._in_hook = self._state, True
-        try:
-            found = run_hooks((hook,), given, self.step, plans, metrics)
-        finally:
-            self._in_hook = False
-        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
-        changed = found.tables is given.tables and self._state.tables is not given.tables
-        self._state = found._replace(tables=self._state.tables) if changed else found
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
         """Replace the tables by change(tables).
@@ -657,53 +622,10 @@ class Serial(EngineBase):
         finally:
             self._alone = False
 
-    def snapshot_at(
-        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
-    ) -> None:
-        """Announce that save(state) will be called after a step; training waits for it.
-
-        Args:
-          step: number of a step that is not committed yet.
-          save: (TrainState) -> anything.
-          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
-
-        Raises:
-          ValueError: the step is committed, or has a snapshot already.
-        """
-        self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
-
-    def lose(self, shards: Sequence[int]) -> None:
-        """Mark shards as lost, in a hook; they are recovered after the step and its snapshot.
-
-        Raises:
-          ValueError: there is no such shard, or no run is active.
-        """
-        self._marked_lost |= checked_shards(self.tables.spec, shards, self.running)
-
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, whose step is that of its dense half; pending snapshots and lost shards are
-        dropped.
-
-        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
-
-        Raises:
-          ValueError: a run is active, the state was donated, or its tables have another spec.
-        """
-        if self.running:
-            raise ValueError("reset within a run: leave the loop, or close the engine, first.")
-        check_not_donated(state)
-        if state.tables.spec.digest != self.tables.spec.digest:
-            raise ValueError("reset to tables of another spec: make a new engine for them.")
-        notify_restarted(self._watchers, state)
+        """See `Engine`; pending snapshots and lost shards are dropped."""
+        self._refuse_reset(state)
+        self._notify_restarted(state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
         self._losses, self._lost_shards, self._marked_lost = Losses(), set(), set()
         self._snapshots.forget(before)  # last, as it may warn
-
-    def _end(self):
-        generator = self._generator()
-        for end in (generator.close if generator is not None else lambda: None, self._losses.check):
-            try:
-                end()
-            except Exception as failure:
-                self._unraised.append(failure)
-        return self._pop_unraised()

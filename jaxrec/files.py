@@ -18,13 +18,9 @@ PARTIAL = ".partial"
 
 
 def local_path(path: str | Path) -> Path:
-    """Return an absolute path on this machine, which stays valid after `os.chdir`.
+    """Return an absolute path on this machine, which stays valid after `os.chdir`; refuse a URL, as s3://bucket/run.
 
-    Args:
-      path: relative or absolute; a leading ~ is the user's home.
-
-    Raises:
-      ValueError: the path is a URL, such as s3://bucket/run.
+    A leading ~ is the user's home.
 
     >>> local_path("/runs/a")
     PosixPath('/runs/a')
@@ -49,11 +45,7 @@ def new_run_id() -> str:
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same directory, whose file atomically replaces `path` when the block ends.
 
-    Args:
-      path: final path; the file may exist.
-
-    Raises:
-      OSError: the disk is full or read-only; the file is unchanged and the temporary file is removed.
+    If that fails, as on a full disk, the file is unchanged and the temporary file is removed.
     """
     partial = path.with_name(path.name + PARTIAL)
     try:
@@ -67,13 +59,13 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically; raises as `atomic_write`."""
+    """Write a file atomically."""
     with atomic_write(path) as partial:
         partial.write_text(text)
 
 
 def write_json(path: Path, content) -> None:
-    """Write a JSON file atomically; raises as `atomic_write`."""
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(content))
 
 
@@ -106,15 +98,10 @@ def remove_directory(path: Path) -> None:
 
 
 class Lock:
-    """An exclusive lock on a file, held until `release` or until the process dies.
+    """An exclusive lock on a file, held until `release` or until the process dies; ValueError if it is held already.
 
-    Args:
-      path: lock file, created if it does not exist and never removed.
-      what: activity of the holder, for the error: "writing images in runs/a".
-
-    Raises:
-      ValueError: the lock is held, in this process or another one.
-      OSError: the file cannot be created, or its file system does not support locks.
+    The file is created if it does not exist, and never removed. `what` is the holder's activity, for the error:
+    "writing images in runs/a".
     """
 
     def __init__(self, path: Path, what: str):

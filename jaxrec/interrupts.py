@@ -23,11 +23,8 @@ def uninterrupted(reraise: bool = True) -> Iterator[list[int]]:
     """Defer Ctrl-C and SIGTERM until the block ends; yield the list of deferred signal numbers.
 
     It has an effect on the main thread only, as no other thread receives signals. Signals without a Python handler are
-    not deferred: they raise nothing between two instructions.
-
-    Args:
-      reraise: whether to raise the signals when the block ends. If False, the caller calls `raise_deferred`; if the
-        block raises, they are raised all the same.
+    not deferred: they raise nothing between two instructions. The signals are raised when the block ends; if not
+    `reraise`, only if the block raises, and otherwise the caller calls `raise_deferred`.
     """
     deferred: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -71,16 +68,10 @@ def raise_deferred(deferred: Sequence[int]) -> None:
 def wait(
     changed: threading.Condition, over: Callable[[], bool], seconds: float = math.inf, by_the_clock: bool = False
 ) -> bool:
-    """Wait until a predicate holds; Ctrl-C ends the wait and leaves the lock released.
+    """Wait until a predicate holds or the time is out, and return whether it holds; Ctrl-C ends the wait.
 
-    Args:
-      changed: condition, notified when `over` may have become true; its lock is not held by the caller.
-      over: predicate, evaluated under the lock.
-      seconds: time-out.
-      by_the_clock: whether `over` may become true without a notification, so that every thread polls.
-
-    Returns:
-      Whether the predicate holds.
+    The lock of `changed` is held while `over` is evaluated, and released afterwards; the caller does not hold it. With
+    `by_the_clock`, `over` may become true without a notification, so that every thread polls.
     """
     looks = by_the_clock or threading.current_thread() is threading.main_thread()
     longest = _GLANCE_SECONDS if looks else threading.TIMEOUT_MAX

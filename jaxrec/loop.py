@@ -69,7 +69,6 @@ def fit(
     batches: Iterable[tuple],
     train_step: Callable,
     hooks: Sequence[Callable] = (),
-    check_every_steps: int = 100,
 ):
     """Train on all batches: a fold of the step and the hooks over the state.
 
@@ -78,18 +77,17 @@ def fit(
       batches: (Batch, {stack: Plan}) pairs, as from `planned`.
       train_step: (state, plans, batch) -> state', metrics.
       hooks: (state, step, plans, metrics) -> state, called in order after every step.
-      check_every_steps: number of steps between two checks of the losses.
 
     Returns:
       The state after the last batch.
 
     Raises:
-      FloatingPointError: a loss is not finite; the error gives the range of steps and what to inspect.
+      FloatingPointError: a loss is not finite; the error gives the step and what to inspect.
       ValueError: as the step.
     """
     # No `with` block: the engine has no watchers to leave.
     engine = Serial(state, train_step)
-    for _ in engine.steps(batches, hooks, check_every_steps):
+    for _ in engine.steps(batches, hooks):
         pass
     return engine.state
 

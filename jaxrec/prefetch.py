@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.data.loader import prefetch
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.types import Batch
@@ -30,8 +29,7 @@ class _Raised(NamedTuple):
 class Stream:
     """An iterator of batches; batches that a run took but did not train come first in the next run over it.
 
-    Args:
-      iterator: iterator of Batch, advanced by one thread at a time; `next` may block.
+    One thread at a time advances the iterator, whose `next` may block.
     """
 
     def __init__(self, iterator: Iterator):
@@ -45,79 +43,20 @@ class Stream:
         taken: Any = self.waiting.popleft() if self.waiting else next(self.iterator, END)
         if isinstance(taken, _Raised):
             raise taken.error
-        return own_batch(taken)
+        # A loader may reuse its arrays for the next batch.
+        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, taken)
 
     def give_back(self, taken: Any, first: bool = False) -> None:
-        """Return an untrained batch, or an error that the iterator raised, to the stream.
+        """Return an untrained batch, or an error that the iterator raised, to the stream; END is ignored.
 
-        Args:
-          taken: the batch or the error; END is ignored.
-          first: whether to put it before the waiting ones instead of after them.
+        It comes after the waiting ones, or before them if `first`.
         """
         if taken is not END:
             put = self.waiting.appendleft if first else self.waiting.append
             put(_Raised(taken) if isinstance(taken, BaseException) else taken)
 
 
-class Streams:
-    """The stream of an engine's last run, reused if the next run is over the same iterator."""
-
-    def __init__(self):
-        self._last = Stream(iter(()))
-
-    def of(self, batches: Iterable, patience_seconds: float) -> Stream:
-        """Return the stream of an iterable: the one of the previous run if its iterator is the same.
-
-        Args:
-          batches: an iterable of Batch.
-          patience_seconds: how long to wait for a planner thread of an earlier run that is still in the iterator.
-
-        Raises:
-          ValueError: that thread is still in the iterator after the time-out.
-        """
-        iterator = iter(batches)
-        if self._last.iterator is not iterator:
-            self._last = Stream(iterator)
-        if not self._last.free.wait(patience_seconds):
-            raise ValueError(
-                "the planner of an earlier run still waits inside this iterator for a batch: let the iterator return "
-                "first (nothing of it is lost then), or give another one."
-            )
-        return self._last
-
-
-def own_batch(batch: Batch) -> Batch:
-    """Copy the host arrays of a batch, as a loader may reuse them for the next one."""
-    return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
-
-
 _AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
-
-
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None, depth: int = 2) -> Generator[tuple, None, None]:
-    """Plan batches ahead of the step, in a thread.
-
-    Args:
-      spec: the tables and lookups.
-      batches: iterable of Batch, all of one size.
-      capacity: initial {stack: U}; it grows when a batch does not fit.
-      depth: number of batches to plan ahead.
-
-    Yields:
-      (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
-
-    Raises:
-      ValueError: as `plan`.
-    """
-    return prefetch(_plan_each(spec, batches, capacity), depth)
-
-
-def _plan_each(spec, batches, capacity):
-    for batch in batches:
-        batch = own_batch(batch)
-        plans = plan(spec, batch.ids, capacity)
-        capacity = capacity_of(plans)
-        yield batch, plans
 
 
 def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
@@ -135,12 +74,7 @@ class PlanPrefetcher:
     """Context manager that plans the batches of a stream in a thread; leaving it never waits for the stream.
 
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
-    nothing.
-
-    Args:
-      stream: the stream, used by no other thread meanwhile.
-      spec: spec of the tables.
-      capacity: initial {stack: U}, or None.
+    nothing. No other thread uses the stream meanwhile.
     """
 
     def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: Mapping[str, int] | None = None):
@@ -234,3 +168,24 @@ class PlanPrefetcher:
         # Replaces its batch: a batch that cannot be planned is not returned to the stream; its error is raised once.
         with self._lock:
             self._taken[-1] = error
+
+
+def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[tuple, None, None]:
+    """Plan batches ahead of the step, in a thread.
+
+    Args:
+      spec: the tables and lookups.
+      batches: iterable of Batch, all of one size; up to three are taken ahead, so that the `position()` of a `Loader`
+        runs ahead of what the caller has received.
+      capacity: initial {stack: U}; it grows when a batch does not fit.
+
+    Yields:
+      (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
+
+    Raises:
+      ValueError: as `plan`.
+    """
+    with PlanPrefetcher(Stream(iter(batches)), spec, capacity) as ahead:
+        for pair in ahead:
+            ahead.forget()
+            yield pair

@@ -72,13 +72,12 @@ def update(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
     sharded: bool = False,
-    row_gradient: str = "sum",
     seed: int | None = None,
 ) -> tuple[DenseState, dict[str, Rows], dict[str, jax.Array]]:
     """Apply one training step to the dense parameters and the rows that the batch touches.
 
     The loss of a batch is sum(weight * loss) / sum(weight) over the examples of a replica. Row gradients are [S, U, E]
-    with duplicates summed; no array of the size of a table is allocated.
+    with duplicates summed, and those of all replicas added; no array of the size of a table is allocated.
 
     Args:
       dense: DenseState, without a replica axis.
@@ -91,7 +90,6 @@ def update(
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: RowOptimizer.
       sharded: True inside a shard_map over the mesh (replica, data).
-      row_gradient: 'sum' or 'mean' over replicas.
       seed: seed of the key passed to the loss as `rng`; None for a loss without `rng`.
 
     Returns:
@@ -106,8 +104,6 @@ def update(
     gradient, row_gradients, metrics, variables = _differentiate(
         dense.params, values, plans, batch, spec, loss, sharded, rng
     )
-    replicas = jax.lax.axis_size(REPLICA) if sharded and row_gradient == "mean" else 1
-    row_gradients = jax.tree.map(lambda g: g / replicas, row_gradients)
     new = step_dense(dense, gradient, optimizer)
     # After optax, so that operations of the optimizer on all leaves (decay, clipping) do not affect the variables.
     new = new._replace(params={**new.params, **variables}) if variables else new
@@ -122,24 +118,21 @@ def gradients(
     *,
     spec: EmbeddingSpec,
     loss: Callable,
-    sharded: bool = False,
-    rng: jax.Array | None = None,
 ) -> tuple[PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
     """Compute the gradients of a batch, the first half of `update`, for callers that apply them later (Hogwild).
 
     Args:
       params: dense parameters, without a replica axis.
-      values: {stack: f32[S, U, E]}; the device's shards only if `sharded`.
-      plans, batch, spec, loss, sharded: as for `update`.
-      rng: key for the loss, as from `losses.key_at`; None for a loss without `rng`.
+      values: {stack: f32[S, U, E]}.
+      plans, batch, spec, loss: as for `update`; a loss without `rng`.
 
     Returns:
-      The gradients with respect to params and to values (summed over replicas), and metrics.
+      The gradients with respect to params and to values, and metrics.
 
     Raises:
       ValueError: as `update`; the loss returns variables, which have no gradient to apply later.
     """
-    gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, sharded, rng)
+    gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, False, None)
     if variables:
         raise ValueError(
             f"the loss returned variables {list(variables)}, but free trainers and the emulation "
@@ -192,36 +185,6 @@ def step_rows(
     }
 
 
-def predictions(
-    params: PyTree,
-    rows: dict[str, Rows],
-    plans: dict[str, Plan],
-    batch: Batch,
-    *,
-    spec: EmbeddingSpec,
-    predict: Callable,
-) -> jax.Array:
-    """Return the predictions of a device for its part of the examples, inside a shard_map over the mesh.
-
-    Args:
-      params: dense parameters, without a replica axis.
-      rows: {stack: Rows}, the device's shards.
-      plans, batch, spec: as for `update`.
-      predict: (params, activations, batch) -> f32[B].
-
-    Returns:
-      f32[B], or f32[B, ...] if examples have several labels.
-
-    Raises:
-      ValueError: the prediction is not one number per example.
-    """
-    values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
-    found = predict(params, activations(spec, values, plans), batch)
-    several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
-    check_per_example("predict", found, batch, only_first_axis=several)
-    return found
-
-
 def without_replica(dense: DenseState) -> DenseState:
     """Remove the replica axis of size 1 from a dense state."""
     one = lambda leaf: leaf[0]
@@ -247,9 +210,6 @@ def init_state(
 
     Returns:
       TrainState; dense leaves have a leading axis of R replicas.
-
-    Raises:
-      ValueError: the tables are placed on another mesh.
     """
     mesh = as_mesh(mesh)
     replicas = mesh.shape[REPLICA]
@@ -258,9 +218,7 @@ def init_state(
         put_on_mesh(replicate(params, replicas), mesh, PER_REPLICA),
         put_on_mesh(replicate(optimizer.init(params), replicas), mesh, PER_REPLICA),
     )
-    state = TrainState(dense, tables)
-    validate.check_placement(state, mesh)
-    return state
+    return TrainState(dense, tables)
 
 
 def make_update(
@@ -269,13 +227,12 @@ def make_update(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
     mesh: jax.sharding.Mesh | None = None,
-    row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
     """Map `update` over a mesh, not jitted: (dense, rows, plans, batch) -> dense', rows', metrics.
 
     Args:
-      spec, loss, optimizer, row_optimizer, row_gradient, seed: as for `make_train_step`.
+      spec, loss, optimizer, row_optimizer, seed: as for `make_train_step`.
       mesh: from `make_mesh`; one device if None.
 
     Returns:
@@ -292,21 +249,10 @@ def make_update(
     check_rng(loss, seed is not None)
     check_split(spec.shards, mesh)
     check_row_optimizer(row_optimizer)
-    if row_gradient not in ("sum", "mean"):
-        raise ValueError(f"row_gradient={row_gradient!r} must be 'sum' or 'mean'.")
-    of_one_device = functools.partial(
-        update,
-        spec=spec,
-        loss=loss,
-        optimizer=optimizer,
-        row_optimizer=row_optimizer,
-        sharded=True,
-        row_gradient=row_gradient,
-        seed=seed,
-    )
+    fixed = {"spec": spec, "loss": loss, "optimizer": optimizer, "row_optimizer": row_optimizer, "seed": seed}
 
     def local(dense, rows, plans, batch):
-        new, rows, metrics = of_one_device(without_replica(dense), rows, plans, batch)
+        new, rows, metrics = update(without_replica(dense), rows, plans, batch, sharded=True, **fixed)
         return with_replica(new), rows, metrics
 
     of_plans = plan_specs(spec.stacks)
@@ -316,7 +262,7 @@ def make_update(
     # Checked here, not only in the step: a pipeline runs the update without the step. Under jit this runs once per
     # compiled shape.
     def checked(dense, rows, plans, batch):
-        validate.check_batch(spec, plans, batch, mesh.size)
+        validate.check_batch(spec, plans, batch)
         validate.check_dense(dense, optimizer, mesh.shape[REPLICA])
         validate.check_rows(spec, rows, row_optimizer)
         return mapped(dense, rows, plans, batch)
@@ -331,7 +277,6 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
     mesh: jax.sharding.Mesh | None = None,
-    row_gradient: str = "sum",
     seed: int | None = None,
 ) -> Callable:
     """Make the train step, (state, plans, batch) -> state', metrics, for any row storage; it donates the state.
@@ -348,7 +293,6 @@ def make_train_step(
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: `sgd`, `adagrad`, `lazy_adam` or another RowOptimizer.
       mesh: from `make_mesh`; one device if None. Its size must divide the batch size.
-      row_gradient: 'sum' or 'mean' over replicas.
       seed: seed of a random loss, from 0 to 2**32 - 1; None for a loss without `rng`.
 
     Returns:
@@ -384,7 +328,7 @@ def make_train_step(
     True
     """
     mesh = as_mesh(mesh)
-    mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, row_gradient, seed)
+    mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, seed)
     read_rows, put_rows = _device_operations(spec, mesh)
 
     # One program, so that XLA writes the rows into the donated tables in place.
@@ -407,7 +351,7 @@ def make_train_step(
             lost.done = TrainState(dense, state.tables), metrics
             raise
 
-    return _checked(run, spec, mesh)
+    return _checked(run, spec)
 
 
 def _device_operations(spec, mesh):
@@ -418,20 +362,19 @@ def _device_operations(spec, mesh):
     return read, put
 
 
-def _checked(run, spec, mesh):
+def _checked(run, spec):
     """Wrap a step with validation of its arguments."""
 
     def step(state, plans, batch):
-        validate.check_state(spec, state)
-        validate.check_batch(spec, plans, batch, mesh.size)
+        validate.check_not_donated(state)
+        validate.check_spec(spec, state.tables.spec)
+        validate.check_batch(spec, plans, batch)
         return run(state, plans, batch)
 
     return step
 
 
-def check_step(
-    update: Callable, state: TrainState, plans: dict[str, Plan], batch: Batch, tolerance: float = 1e-3
-) -> float:
+def check_step(update: Callable, state: TrainState, plans: dict[str, Plan], batch: Batch) -> float:
     """Compare a compiled step with the same step run operation by operation.
 
     Run it once for a new model, on a small batch: a difference means a compiler fault or an impure loss.
@@ -441,13 +384,12 @@ def check_step(
       state: TrainState; it is not donated.
       plans: {stack: Plan} of the batch.
       batch: Batch of about 8 to 64 examples, as loops are slow without compilation.
-      tolerance: largest allowed difference, relative to the largest value of the leaf.
 
     Returns:
       The largest relative difference found in dense state, rows and metrics.
 
     Raises:
-      ArithmeticError: a leaf differs by more; the error names it.
+      ArithmeticError: a leaf differs by more than 1e-3 of its largest value; the error names it.
 
     >>> import jax.numpy as jnp, numpy as np, jaxrec
     >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -470,7 +412,7 @@ def check_step(
     for (path, one), (_, other) in zip(*map(jax.tree_util.tree_leaves_with_path, (compiled, plain)), strict=True):
         one, other = (np.asarray(leaf, np.float64) for leaf in (one, other))
         found = float(np.max(np.abs(one - other), initial=0.0) / max(np.max(np.abs(other), initial=0.0), 1e-30))
-        if not found <= tolerance:  # also nan
+        if not found <= 1e-3:  # also nan
             raise ArithmeticError(
                 f"the compiled step differs from the plain one by {found:.1e} of the largest value in "
                 f"{jax.tree_util.keystr(path)}: is the loss pure? Else it is a fault of the compiler, see "
@@ -487,7 +429,7 @@ def make_eval_step(
 
     Args:
       spec: the tables and lookups.
-      predict: (params, activations, batch) -> f32[B], for example logits.
+      predict: (params, activations, batch) -> f32[B], for example logits; f32[B, ...] if examples have several labels.
       mesh: from `make_mesh`; one device if None. All its devices share the work.
       replica: index of the replica whose dense parameters are used.
 
@@ -506,27 +448,30 @@ def make_eval_step(
         last = mesh.shape[REPLICA] - 1
         raise ValueError(f"replica={replica} must lie between 0 and {last}, as the mesh has them.")
     of_plans, (read_rows, _) = plan_specs(spec.stacks), _device_operations(spec, mesh)
-    predicted = functools.partial(predictions, spec=spec, predict=predict)
+
+    def predicted(params, rows, plans, batch):  # of a device, for its part of the examples
+        values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
+        found = predict(params, activations(spec, values, plans), batch)
+        several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
+        check_per_example("predict", found, batch, only_first_axis=several)
+        return found
+
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
     mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)
 
-    def on_rows(params, rows, plans, batch):
+    # `source`: device tables, whose rows are read in the same program, or rows.
+    def on_source(params, source, plans, batch):
+        rows = read_rows(source, plans) if isinstance(source, DeviceTables) else source
         validate.check_rows(spec, rows)
         return mapped(jax.tree.map(lambda leaf: leaf[replica], params), rows, plans, batch)
 
-    def on_tables(params, tables, plans, batch):
-        return on_rows(params, read_rows(tables, plans), plans, batch)
-
-    placed = shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh)
-    of_rows = jax.jit(on_rows, in_shardings=placed)
-    of_tables = jax.jit(on_tables, in_shardings=placed)
+    compiled = jax.jit(on_source, in_shardings=shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh))
 
     def run(state, plans, batch):
-        if isinstance(state.tables, DeviceTables):
-            return of_tables(state.dense.params, state.tables, plans, batch)
-        return of_rows(state.dense.params, state.tables.read(plans), plans, batch)
+        on_device = isinstance(state.tables, DeviceTables)
+        return compiled(state.dense.params, state.tables if on_device else state.tables.read(plans), plans, batch)
 
-    return _checked(run, spec, mesh)
+    return _checked(run, spec)
 
 
 def run_hooks(

@@ -14,14 +14,7 @@ import numpy as np
 
 from jaxrec.embedding.lookup import is_plan_of
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.sharding import PER_REPLICA, REPLICA, SPLIT, shardings
 from jaxrec.types import Batch, RowOptimizer, TrainState
-
-
-def check_state(spec: EmbeddingSpec, state: TrainState) -> None:
-    """Refuse a state that was donated before, or whose tables have another spec."""
-    check_not_donated(state)
-    check_spec(spec, state.tables.spec)
 
 
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
@@ -48,15 +41,8 @@ def check_not_donated(state: TrainState) -> None:
         )
 
 
-def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> None:
-    """Refuse a batch that has invalid weights or does not match the lookups, the plans or the number of devices.
-
-    Args:
-      spec: the tables and lookups.
-      plans: {stack: Plan} of the batch.
-      batch: Batch; values are checked in numpy arrays only.
-      devices: number of devices that share the batch.
-    """
+def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
+    """Refuse a batch that has invalid weights or does not match the lookups or the plans."""
     _check_weight(batch.weight)
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
@@ -67,12 +53,6 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch, devices: int = 1) -> N
                     f"array with one row of numbers each, not of {dtype}."
                 )
     spec.check_ids(batch.ids)
-    for array in (batch.weight, *batch.ids.values()):
-        if len(array) % devices:
-            raise ValueError(
-                f"a batch has {len(array)} rows, which {devices} devices cannot share equally: choose a batch size "
-                "that they divide, or pad with examples of weight 0 and ids -1."
-            )
     _check_plans(spec, plans, batch.ids)
 
 
@@ -128,11 +108,6 @@ def check_dense(dense, optimizer, replicas: int) -> None:
     """Refuse a dense state with another number of replicas or of another optimizer.
 
     The step would silently use the first replicas only, or take one optimizer's moments for another's.
-
-    Args:
-      dense: DenseState with a leading axis of R replicas; its leaves may be tracers.
-      optimizer: optax.GradientTransformation of the step.
-      replicas: R of the step's mesh.
     """
     found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves((dense.params, dense.opt_state))} - {(replicas,)}
     if found:
@@ -150,13 +125,7 @@ def check_dense(dense, optimizer, replicas: int) -> None:
 
 
 def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer | None = None) -> None:
-    """Refuse rows of another spec or row optimizer, which might silently broadcast; checks shapes only.
-
-    Args:
-      spec: the tables.
-      rows: {stack: Rows} f32[S, U, E].
-      row_optimizer: RowOptimizer of the step; slots are not checked if None.
-    """
+    """Refuse rows f32[S, U, E] of another spec or, if given, row optimizer, which might silently broadcast."""
     found = {name: [len(r.value), r.value.shape[-1]] for name, r in rows.items()}
     wanted = {name: [stack.shards, stack.width] for name, stack in spec.stacks.items()}
     if found != wanted:
@@ -171,19 +140,3 @@ def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer |
                 f"the tables have slots {slots} in {name!r}, but the step's row optimizer wants {widths}: give tables "
                 "and step the same row optimizer."
             )
-
-
-def check_placement(state: TrainState, mesh: jax.sharding.Mesh) -> None:
-    """Refuse a state that is on other devices than the mesh, or sharded differently over them."""
-    for tree, place in (((state.dense.params, state.dense.opt_state), PER_REPLICA), (state.tables, SPLIT)):
-        for leaf in jax.tree.leaves(tree):  # tables in host memory are one leaf that is not an array
-            if not isinstance(leaf, jax.Array) or not leaf.committed:
-                continue
-            if not leaf.sharding.is_equivalent_to(shardings(place, mesh), leaf.ndim):
-                what = "dense state" if place is PER_REPLICA else "tables"
-                raise ValueError(
-                    f"the {what} lies on {leaf.sharding.num_devices} devices, "
-                    f"{leaf.sharding.device_set!s:.200}, not as the mesh of {mesh.size} devices in "
-                    f"{mesh.shape[REPLICA]} replicas wants it: give one mesh to `init_state`, "
-                    "`DeviceTables.create`, `make_train_step` and `make_eval_step`."
-                )

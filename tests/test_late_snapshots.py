@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mortal import MortalTables
 from test_engine import SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from world import until
 
 from jaxrec.checkpoint import deltas, restore
 from jaxrec.cpr import Recovery, mfu
@@ -194,7 +195,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
     """Each save fails only after one more step is committed: no step has more than one recovery."""
 
     def save(state):
-        assert engine.scheduler.wait_until(lambda: engine.step > int(state.dense.step), seconds=60)
+        until(lambda: engine.step > int(state.dense.step))
         raise ShardsLost([2])
 
     engine = Pipeline(mortal(), UPDATE, window=4)

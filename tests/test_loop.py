@@ -1,10 +1,12 @@
 """The loop: hooks in order, a non-finite loss is named, plans are made ahead and grow."""
 
+import threading
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from world import until
 
 from jaxrec import loop
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
@@ -40,13 +42,14 @@ def test_fit_runs_every_hook_once_a_step_in_order():
     assert run_hooks([lambda s, *_: s + 1, lambda s, *_: s * 10], 1, 0, None, None) == 20
 
 
-@pytest.mark.parametrize("every", [1, 2, 100])
-@pytest.mark.parametrize("bad", [0, 4])
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(bad, every):
-    losses = [0.1] * 5
+@pytest.mark.parametrize("bad", [0, 4, 120])
+def test_a_loss_that_is_not_finite_stops_the_run_within_100_steps_and_names_the_step(bad):
+    losses, steps = [0.1] * 130, []
     losses[bad] = float("nan")
+    note = lambda state, step, *_: (steps.append(step), state)[1]
     with pytest.raises(FloatingPointError, match=f"nan at step {bad + 1} .*learning rates"):
-        loop.fit(state_at(0), [(i, None) for i in range(5)], counting_step(losses), check_every_steps=every)
+        loop.fit(state_at(0), [(i, None) for i in range(130)], counting_step(losses), [note])
+    assert len(steps) == (100 if bad < 100 else 130)
 
 
 def test_planned_grows_and_keeps_its_capacity():
@@ -59,6 +62,29 @@ def test_planned_grows_and_keeps_its_capacity():
 
     shapes = [plans["width_4"].unique.shape[1] for _, plans in loop.planned(spec, batches())]
     assert shapes == [8, 30, 30]
+
+
+def one_each(number, taken):
+    for index in range(number):
+        taken.append(index)
+        yield Batch({"t": np.array([index])}, *[np.zeros(1, np.float32)] * 3)
+    raise OSError("disk on fire")
+
+
+def test_planned_stays_three_ahead_raises_in_place_and_ends_its_thread():
+    spec = EmbeddingSpec({"t": Table(9, 4)}, {"t": Lookup("t")}, shards=1)
+    planners, taken = lambda: [thread for thread in threading.enumerate() if thread.name == "plan"], []
+    pairs = loop.planned(spec, one_each(8, taken))
+    next(pairs)
+    assert planners()
+    until(lambda: len(taken) == 4)
+    pairs.close()
+    assert len(taken) == 4 and not planners()
+    pairs = loop.planned(spec, one_each(2, []))
+    assert [int(batch.ids["t"][0]) for batch, _ in (next(pairs), next(pairs))] == [0, 1]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(pairs)
+    assert not planners()
 
 
 def test_every_refuses_zero():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
 from strategies import draw_ids, examples, specs
 from studies.oac_failures import KINDS, Problem, WatchedTables, break_one
-from world import no_threads_left
+from world import no_threads_left, until
 
 import jaxrec
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
@@ -117,7 +117,7 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
 
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
-    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), mesh=mesh, **options) as pipeline:
+    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), **options) as pipeline:
         pipeline.scheduler_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)
@@ -281,7 +281,7 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
 
     def save(state):
         # During this save training fills the window and no more.
-        assert pipeline.scheduler.wait_until(lambda: pipeline.step == at + window + 1, seconds=60)
+        until(lambda: pipeline.step == at + window + 1)
         snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
 

@@ -14,7 +14,7 @@ from mortal import MortalTables
 from oac_equivalence import Numbered
 from studies.oac_failures import equal
 from test_oac import SPEC, Broken, frozen, make_batches, make_state, plain_loop, same, update_of
-from world import no_threads_left
+from world import no_threads_left, until
 
 from jaxrec.oac import BrokenPipeline, Pipeline
 from jaxrec.types import ShardsLost
@@ -108,7 +108,7 @@ class Waiting(MortalTables):
     def read(self, plans):
         if self.calls["read"] == 8 and not self.begun.is_set():
             self.begun.set()
-            assert self.until()
+            self.until()
         return super().read(plans)
 
 
@@ -126,14 +126,14 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
     class Late(Numbered):
         def mark_lost(self, shards):
             if threading.current_thread().name == "oac-load":
-                self.wait_until(lambda: self.epoch > 0 and not self.lost_shards, seconds=5)
+                until(lambda: self.epoch > 0 and not self.lost_shards)
             super().mark_lost(shards)
 
     def fetch(tree):
         assert Numbered.mine.batch != 4 or pipeline.tables.begun.wait(60)
         return jax.tree.map(np.asarray, tree)
 
-    gone = lambda scheduler: scheduler.wait_until(lambda: scheduler.lost_shards, seconds=60)
+    gone = lambda scheduler: until(lambda: scheduler.lost_shards)
     with pipeline_over_waiting(("write", 4, 1), gone, Late, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -145,15 +145,13 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     def fetch(tree):
         scheduler = pipeline.scheduler
         if Numbered.mine.batch >= 5:  # already committed; written only once the loss is known
-            assert scheduler.wait_until(lambda: scheduler.lost_shards or watcher.lost, seconds=60)
+            until(lambda: scheduler.lost_shards or watcher.lost)
         return jax.tree.map(np.asarray, tree)
 
     reached = lambda scheduler: (
         scheduler.committed - scheduler.first >= 6 and min(scheduler.written) - scheduler.first >= 5
     )
-    before = lambda scheduler: scheduler.wait_until(
-        lambda: reached(scheduler), seconds=60
-    )  # writes in flight hit the loss
+    before = lambda scheduler: until(lambda: reached(scheduler))  # writes in flight hit the loss
     with pipeline_over_waiting(("read", 8, 1), before, Numbered, fetch=fetch) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
@@ -164,7 +162,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
 def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back():
     stream, pipeline = iter(BATCHES), Pipeline(mortal(("read", 6, 1)), update_of(SPEC), window=3)
     with pipeline:
-        with pytest.raises(ShardsLost, match="no watcher restores them: pipeline.enter") as raised:
+        with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter") as raised:
             list(pipeline.run(stream))
         assert raised.value.shards == (1,) and not getattr(raised.value, "__notes__", [""])[1:]
         at = pipeline.step

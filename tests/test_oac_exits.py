@@ -175,7 +175,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
     with pytest.raises(Broken) as raised, pipeline:
         list(pipeline.run(batches))
     assert "in stage 'write back' of the pipeline, batch 2" in all_notes(raised.value)
-    with pytest.raises(RuntimeError, match="shard 0 at step") as broken:
+    with pytest.raises(RuntimeError, match="the shards of the tables at steps") as broken:
         pipeline.drain()
     steps, states = broken.value.table_steps, states_of(batches)
     assert steps[1] == steps[3] == 2 and steps[0] == steps[2] >= 4
@@ -687,7 +687,7 @@ def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
 WAITS = {
     "drain": BatchScheduler.drain,
     "exclusive": BatchScheduler.drain,
-    "snapshot": BatchScheduler.wait_for_release,
+    "snapshot": BatchScheduler.wait_for_snapshot,
     "commit": BatchScheduler.wait_to_commit,
     "leave": BatchScheduler.wait_for_threads,
 }

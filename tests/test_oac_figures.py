@@ -5,7 +5,6 @@ import gc
 import itertools
 import sys
 import threading
-import time
 import types
 
 import jax
@@ -28,6 +27,7 @@ from test_oac import (
     train,
     update_of,
 )  # fmt: skip
+from world import until
 
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
@@ -142,9 +142,7 @@ def planned_late(pipeline, batches, window):
     for number, batch in enumerate(batches):
         scheduler = pipeline.scheduler
         before = scheduler.first + number - window
-        assert number < window or scheduler.wait_until(
-            lambda scheduler=scheduler, n=before: n in scheduler.loaded, seconds=60
-        )
+        until(lambda scheduler=scheduler, n=before: n < scheduler.first or n in scheduler.loaded)
         yield batch
 
 
@@ -215,7 +213,7 @@ def one_by_one(pipeline, batches):
     """Yields each batch once all before it are written: nothing is stale, although the ring holds rows."""
     scheduler = pipeline.scheduler  # this run's, as the first batch has been requested
     for number, batch in enumerate(batches):
-        assert scheduler.wait_until(lambda n=number: scheduler.watermark() - scheduler.first >= n, seconds=60)
+        until(lambda n=number: scheduler.watermark() - scheduler.first >= n)
         yield batch
 
 
@@ -276,7 +274,7 @@ def growth(number, **options):
             # Planned as far ahead as possible, so that the same number is in flight both times.
             scheduler, depth = pipeline.scheduler, pipeline.window + 1
             full = lambda: scheduler.planned == scheduler.committed + depth + 2 and len(scheduler.loaded) >= depth
-            assert scheduler.wait_until(full, seconds=60)
+            until(full)
             gc.collect()
             found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
         return state
@@ -347,19 +345,6 @@ def held_on_the_host(pipeline):
     return sum(thing.nbytes for thing in mine if isinstance(thing, (np.ndarray, np.generic)))
 
 
-def await_(scheduler, ready):
-    """Waits until `ready()`, polling, as threads may not notify `scheduler`."""
-    end = time.monotonic() + 60
-    while not scheduler.wait_until(ready, seconds=0.01):
-        assert time.monotonic() < end, (
-            scheduler.planned,
-            scheduler.claimed,
-            scheduler.committed,
-            scheduler.loaded,
-            scheduler.fetched,
-        )
-
-
 class Live:
     """Bytes of device buffers created after this object, even if earlier ones are freed meanwhile.
 
@@ -423,7 +408,7 @@ class Measured:
     def save(self, state):
         scheduler = self.pipeline.scheduler
         end = scheduler.first + self.cut_at + self.pipeline.window + 1  # committed while writes are held
-        await_(scheduler, lambda: (
+        until(lambda: (
             scheduler.committed == end and scheduler.planned == end + self.pipeline.window + 3
             and all(n in scheduler.fetched for n in range(end - self.pipeline.window - 1, end))
         ))  # fmt: skip
@@ -434,7 +419,7 @@ class Measured:
         slow = scheduler.committed == scheduler.first + self.slow_at
         if slow:  # commits only once the pipeline is full and all threads wait
             end = scheduler.committed + self.pipeline.window + 1
-            await_(scheduler, lambda: (
+            until(lambda: (
                 scheduler.planned == end + 2 and scheduler.watermark() == scheduler.committed
                 and scheduler.first + self.inputs == end + 2
                 and all(n in scheduler.loaded for n in range(scheduler.committed, end))
@@ -472,7 +457,7 @@ def test_the_ring_is_made_where_it_stays():
     """Not on one device and then split: only the dense state's copy goes from one device to another."""
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
     batches, state = make_batches(8), make_state(SPEC, mesh)
-    with Pipeline(state, update_of(SPEC, mesh), mesh=mesh, window=3) as pipeline:
+    with Pipeline(state, update_of(SPEC, mesh), window=3) as pipeline:
         with jax.transfer_guard_device_to_device("disallow_explicit"):
             losses = [np.asarray(m["loss"]) for _, m in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain_loop(batches, SPEC, mesh))

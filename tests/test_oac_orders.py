@@ -149,7 +149,7 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
         if step == at:
             pipeline.drain()
             scheduler = pipeline.scheduler
-            assert scheduler.wait_until(lambda: scheduler.last_gathered >= scheduler.committed + 1, seconds=60)
+            until(lambda: scheduler.last_gathered >= scheduler.committed + 1)
             changed.append(step)
             pipeline.exclusive(reset)
         return state
@@ -171,7 +171,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
         sent = held.send(tree, placement)  # `held` then releases the write of the window's oldest batch
         if len(tree) == 3:  # rows
             scheduler, oldest = pipeline.scheduler, pipeline.scheduler.first + Numbered.mine.batch - window
-            assert scheduler.wait_until(lambda: oldest < scheduler.first or scheduler.watermark() > oldest, seconds=60)
+            until(lambda: oldest < scheduler.first or scheduler.watermark() > oldest)
         return sent
 
     options = {"window": window, "loaders": 1, "validation": validation}

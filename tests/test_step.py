@@ -53,14 +53,14 @@ def batch_of(step, size=16, padding=0):
     return Batch(draw_ids(SPEC, size, step), dense, label, weight)
 
 
-def train(devices=1, replicas=1, home="device", padding=0, steps=3, row_gradient="sum", wrap_loss=loss):
+def train(devices=1, replicas=1, home="device", padding=0, steps=3, wrap_loss=loss):
     mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
     row_optimizer, optimizer = rowwise_adagrad(0.1, 0.1), optax.adam(0.01)
     if home == "device":
         tables = DeviceTables.create(SPEC, row_optimizer, mesh)
     else:
         tables = HostTables.create(SPEC, row_optimizer)
-    step = jaxrec.make_train_step(SPEC, wrap_loss, optimizer, row_optimizer, mesh, row_gradient)
+    step = jaxrec.make_train_step(SPEC, wrap_loss, optimizer, row_optimizer, mesh)
     state, losses = jaxrec.init_state(params(), optimizer, tables, mesh), []
     for i in range(steps):
         batch = batch_of(i, padding=padding)
@@ -115,10 +115,9 @@ def test_a_step_without_examples_changes_no_row():
         np.testing.assert_array_equal(dense_table(after.tables, n), old)
 
 
-@pytest.mark.parametrize("row_gradient", ["sum", "mean"])
-def test_replicas_step_on_their_own_batches(row_gradient):
-    """Each replica's dense part equals a step on its half batch; row gradients are the sum or mean of both."""
-    state, _ = train(4, replicas=2, steps=1, row_gradient=row_gradient)
+def test_replicas_step_on_their_own_batches():
+    """Each replica's dense part equals a step on its half batch; row gradients are the sum of both."""
+    state, _ = train(4, replicas=2, steps=1)
     plans, optimizer = plan(SPEC, batch_of(0).ids), rowwise_adagrad(0.1, 0.1)
     rows, gradients = HostTables.create(SPEC, optimizer).read(plans), []
     for replica, half in enumerate((slice(0, 8), slice(8, 16))):
@@ -126,9 +125,8 @@ def test_replicas_step_on_their_own_batches(row_gradient):
         own = jax.tree.map(lambda leaf, replica=replica: leaf[replica], state.dense.params)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), own, params_of_half)
         gradients.append({n: rows[n].value - moved[n].value for n in rows})
-    scale = 1.0 if row_gradient == "sum" else 0.5
     for n in rows:
-        total = (gradients[0][n] + gradients[1][n]) * scale
+        total = gradients[0][n] + gradients[1][n]
         value, _ = optimizer.update(total, rows[n].value, rows[n].slots, 0)
         valid = plans[n].unique < SPEC.stacks[n].rows
         found = dense_table(state.tables, n)[plans[n].unique[valid]]

@@ -177,7 +177,7 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
 
 
 def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
-    """FR-MA-1, lock-step, row_gradient='mean': four replicas of one batch each equal one of all four, to 1e-6."""
+    """FR-MA-1, lock-step: four replicas of one batch each equal one of all four, to 1e-6; row gradients are summed."""
     spec = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")})
     loss = lambda params, act, batch: optax.sigmoid_binary_cross_entropy(act["item"] @ params["w"], batch.label)
     rng = np.random.default_rng(0)
@@ -188,8 +188,9 @@ def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
 
     def trained(replicas, synchroniser):
         mesh = jaxrec.make_mesh(replicas, jax.devices()[:4])
-        step = jaxrec.make_train_step(spec, loss, optax.sgd(0.5), sgd(0.5), mesh, row_gradient="mean")
-        tables = DeviceTables.create(spec, sgd(0.5), mesh)
+        rows = sgd(0.5 / replicas)
+        step = jaxrec.make_train_step(spec, loss, optax.sgd(0.5), rows, mesh)
+        tables = DeviceTables.create(spec, rows, mesh)
         state = jaxrec.init_state({"w": jnp.ones(4)}, optax.sgd(0.5), tables, mesh)
         for batch in batches:
             state, _ = step(state, jaxrec.plan(spec, batch.ids), batch)

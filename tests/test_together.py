@@ -44,7 +44,7 @@ def recovery_of(engine, directory, **more):
 def run(directory, synchroniser, failures=FAILURES, **more):
     """Run all three; return the state and the recovery."""
     update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
-    with Pipeline(fresh(), update, mode="oac", window=3, mesh=MESH) as pipeline:
+    with Pipeline(fresh(), update, mode="oac", window=3) as pipeline:
         return train_with(pipeline, directory, synchroniser, failures, **more)
 
 

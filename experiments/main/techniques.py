@@ -96,7 +96,7 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     if config.pipeline == "none":
         return Serial(state, job.train_step(mesh), capacity)
     return Pipeline(
-        state, job.update(mesh), mode=config.pipeline, mesh=mesh, capacity=capacity, validation=config.stale_rows,
+        state, job.update(mesh), mode=config.pipeline, capacity=capacity, validation=config.stale_rows,
         window=config.window or (WINDOW if config.pipeline in ("oac", "async") else None),
         skip_stale_reads=config.savings, skip_rewritten=config.savings,
     )  # fmt: skip

@@ -1,17 +1,14 @@
-"""Batches from blocks: a seeded shuffle, an exact position to resume from, and a prefetch thread.
+"""Batches from blocks: a seeded shuffle, and an exact position to resume from.
 
 Legend: B batch, N dense features, F columns of a lookup, H hots, n rows of a block.
 """
 
-import queue
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.interrupts import next_of
 from jaxrec.types import Batch
 
 Column = str | tuple[str, str]  # 'label', 'dense', 'weight', or ('ids', the name of the lookup)
@@ -197,67 +194,3 @@ def _padded(array: np.ndarray, missing: int, fill: int) -> np.ndarray:
     if not missing:
         return array
     return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
-
-
-class _Failure:
-    def __init__(self, error: BaseException):
-        self.error = error
-
-
-_END = object()
-
-
-def prefetch(iterable: Iterable, depth: int = 2) -> Generator[Any, None, None]:
-    """Iterate in a thread, up to `depth` items ahead.
-
-    Args:
-      iterable: iterated by the thread alone. The `position()` of a `Loader` runs ahead of what the caller has received:
-        resume from the caller's own count of batches.
-      depth: number of items prepared in advance.
-
-    Yields:
-      The items in order; an exception of the iterable is raised in its place. Closing the generator stops and joins the
-      thread.
-
-    >>> list(prefetch(range(3)))
-    [0, 1, 2]
-    """
-    return _consume(iterable, queue.Queue(whole_number("depth", depth)), threading.Event())
-
-
-def _consume(iterable, items, stop):
-    thread = threading.Thread(target=_produce, args=(iterable, items, stop), name="prefetch", daemon=True)
-    thread.start()
-    try:
-        while (item := next_of(items)) is not _END:
-            if isinstance(item, _Failure):
-                raise item.error
-            yield item
-    finally:
-        stop.set()
-        # Make room for a blocked producer, so that it sees `stop` and ends.
-        while thread.is_alive():
-            try:
-                items.get(timeout=0.01)
-            except queue.Empty:
-                pass
-        thread.join()
-
-
-def _produce(iterable, items, stop):
-    iterator: Iterator = iter(())
-    try:
-        iterator = iter(iterable)
-        for item in iterator:
-            items.put(item)
-            if stop.is_set():
-                return
-        last: object = _END
-    except BaseException as error:
-        last = _Failure(error)
-    finally:
-        # A generator must be closed by the thread that runs it; this also ends the threads that it started.
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()
-    items.put(last)

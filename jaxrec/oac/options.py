@@ -19,12 +19,7 @@ VALIDATIONS = ("planned", "device")
 
 
 def nbytes(tree) -> int:
-    """Return the total bytes of all arrays in a tree.
-
-    >>> import numpy as np
-    >>> nbytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)})
-    28
-    """
+    """Return the total bytes of all arrays in a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
@@ -84,7 +79,7 @@ def memory_bytes(
     >>> memory_bytes(4, 1000, 17, input_bytes=50_000, table_rows=1_000_000)
     {'device': 1118000, 'host': 8988000}
     """
-    options = check_options(mode, window, validation, False, False)
+    options = check_options(mode, window, validation)
     in_flight = window + 1
     device = (in_flight + 1 + options.repairs) * row_floats
     if options.repairs:
@@ -105,6 +100,11 @@ class PipelineOptions(NamedTuple):
     validation: str
     skip_stale_reads: bool  # neither gather nor send rows that the ring provides
     skip_rewritten: bool  # neither fetch nor write rows that a later batch will rewrite
+    # Number of threads of each kind, and of batches planned beyond the window.
+    loaders: int = 1
+    fetchers: int = 1
+    writers: int = 1
+    ahead: int = 1
 
     @property
     def repairs(self) -> bool:
@@ -133,13 +133,9 @@ class PipelineOptions(NamedTuple):
 
 
 def check_options(
-    mode: str, window: int | None, validation: str, skip_stale_reads: bool, skip_rewritten: bool
+    mode: str, window: int | None, validation: str, skip_stale_reads=False, skip_rewritten=False, **threads: int
 ) -> PipelineOptions:
-    """Return the options for the arguments of a pipeline.
-
-    Raises:
-      ValueError: an unknown mode or validation; arguments that do not fit each other.
-    """
+    """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
             raise ValueError(f"{name}={given!r} must be one of {known}.")
@@ -148,28 +144,15 @@ def check_options(
         raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed}: leave it out.")
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
-    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten)
+    threads = {name: whole_number(name, count) for name, count in threads.items()}
+    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten, **threads)
     if (skip_stale_reads or skip_rewritten) and not options.plans_sources:
         raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
     return options
 
 
-class Threads(NamedTuple):
-    """Number of threads of each kind, and of batches planned beyond the window."""
-
-    loaders: int
-    fetchers: int
-    writers: int
-    ahead: int
-
-
 def with_unguarded_tables(state) -> TrainState:
-    """Return a state with its tables unguarded.
-
-    Raises:
-      ValueError: tables on the device; tables that do not match the dense state; a donated state.
-      BrokenPipeline: rows of the tables are lost.
-    """
+    """Return a state with its tables unguarded; refuse tables on the device and lagging ones."""
     if not getattr(state.tables, "in_place", False):
         raise ValueError(
             "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."
@@ -178,21 +161,10 @@ def with_unguarded_tables(state) -> TrainState:
     return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
 
 
-def mesh_for(mesh, state: TrainState, update) -> jax.sharding.Mesh:
-    """Return the common mesh of state, update and pipeline.
-
-    Args:
-      mesh: mesh given to the pipeline; None for the mesh of the state.
-      state: TrainState.
-      update: update function; it may have an attribute `mesh`.
-
-    Raises:
-      ValueError: the meshes differ, or do not fit the number of shards.
-    """
+def mesh_of(state: TrainState, update) -> jax.sharding.Mesh:
+    """Return the mesh of the dense state, which must be that of the update, if it has one, and fit the shards."""
     placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
-    meshes = [place.mesh for place in placed if getattr(place, "mesh", None) is not None]
-    mesh = as_mesh(meshes[0] if mesh is None and meshes else mesh)
-    validate.check_placement(state, mesh)
+    mesh = as_mesh(next((place.mesh for place in placed if getattr(place, "mesh", None) is not None), None))
     check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)
     if theirs != mesh:

@@ -17,37 +17,32 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 
-from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
-    EngineBase,
-    SnapshotRequest,
+    CHECK_EVERY_STEPS,
+    REMEDY,
+    Engine,
     add_failures,
-    checked_shards,
     first_failure,
-    notify_restarted,
     result_or_error,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.oac.options import Threads, check_options, mesh_for, with_unguarded_tables
+from jaxrec.oac.options import check_options, mesh_of, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
 from jaxrec.oac.workers import SnapshotSaver, Workers
-from jaxrec.prefetch import Stream, Streams
+from jaxrec.prefetch import Stream
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
-from jaxrec.step import run_hooks
 from jaxrec.types import ShardsLost, TrainState
 
-REMEDY = "restore them in `exclusive`, or go on from an image with `reset`"
 
-
-class Pipeline(EngineBase):
+class Pipeline(Engine):
     """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
         with Pipeline(state, update, mode="oac", window=8) as pipeline:
@@ -64,9 +59,10 @@ class Pipeline(EngineBase):
     During a run the tables lag the dense state by up to W + 1 batches: `state.tables` can be read only from `drain` to
     the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded.
 
-    However a run ends, committed rows are written and every failure is raised: see `close`. The order at each step is:
-    commit, hooks, recovery of shards that the row storage has lost, snapshot, recovery of shards that hooks have marked
-    with `lose`.
+    However a run ends, committed rows are written, and every failure is raised, with a note that names its stage and
+    batch; after a failure that has lost rows, every call raises `BrokenPipeline`. Metrics are those of the update and,
+    where rows are repaired, 'stale_rows', whose last writer was not written when the gather began, and 'patched_rows',
+    taken from the ring. Hooks may change the values of the dense state.
 
     Args:
       state: TrainState with tables in host memory or at servers; its dense half is donated.
@@ -74,7 +70,6 @@ class Pipeline(EngineBase):
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
         semisync (1).
-      mesh: from `make_mesh`; None for the mesh of the state's dense half.
       send: (tree of arrays, tree of shardings) -> tree on the device, called in loader threads; None for
         `jax.device_put`.
       fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait.
@@ -91,9 +86,6 @@ class Pipeline(EngineBase):
     Memory: see `memory_bytes`.
 
     Attributes:
-      tables: the trained tables, unguarded.
-      state: the state between two steps.
-      step: number of committed steps.
       counters: totals of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
         `bytes_fetched`, passed to `send` and `fetch`; `bytes_without_savings`, the sum of both without
         `skip_stale_reads` and `skip_rewritten`.
@@ -105,48 +97,51 @@ class Pipeline(EngineBase):
         mesh that do not fit each other.
     """
 
-    _name = "pipeline"
-    # How long leaving a run waits before it warns, and how long `run` waits for an iterator in use.
-    patience_seconds = 10.0
     scheduler_type, device_step_type = BatchScheduler, DeviceStep
     _snapshots: SnapshotSaver
 
     def __init__(
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
-        mesh: jax.sharding.Mesh | None = None, send: Callable | None = None, fetch: Callable | None = None,
+        send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
         skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__()
         self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
         self._iterating: threading.Thread | None = None  # thread that iterates over the run
-        self._left, self._in_hooks = True, False
-        self._marked_lost: set[int] = set()  # shards to lose after the snapshot of this step
+        self._left = True
         state = with_unguarded_tables(state)
-        options = check_options(mode, window, validation, skip_stale_reads, skip_rewritten)
+        options = check_options(
+            mode, window, validation, skip_stale_reads, skip_rewritten,
+            loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead,
+        )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
-        threads = {"loaders": loaders, "fetchers": fetchers, "writers": writers, "ahead": ahead}
-        self._threads = Threads(**{name: whole_number(name, count) for name, count in threads.items()})
-        self.tables, spec = state.tables, state.tables.spec
-        self._mesh = mesh = mesh_for(mesh, state, update)
+        tables, spec = state.tables, state.tables.spec
+        mesh = mesh_of(state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._device_step = self.device_step_type(update, options, self.tables, mesh, state.dense)
+        self._device_step = self.device_step_type(update, options, tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
-        self._stages = Stages(self.tables, options, self._device_step, mesh.size, *transfers, capacity)
+        self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
-        self._snapshots, self._streams = SnapshotSaver(self._stages, self._device_step), Streams()
-        self._progress = TableProgress(self.tables, counted=not options.adds and not options.skip_rewritten)
+        self._snapshots = SnapshotSaver(self._stages, self._device_step)
+        self._progress = TableProgress(tables, counted=not options.adds and not options.skip_rewritten)
         # The tables of yielded states, which refuse to be read while they lag.
-        self._guarded_tables: HostTables | GuardedTables = self.tables
+        self._guarded_tables: HostTables | GuardedTables = tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
 
     def _new_scheduler(self, number, stream, lost=()):
-        ahead = self._threads.ahead + self._options.lookahead
-        self.scheduler = self.scheduler_type(self.window, ahead, self._threads.writers, number, self.mode == "semisync")
+        options = self._options
+        ahead = options.ahead + options.lookahead
+        self.scheduler = self.scheduler_type(self.window, ahead, options.writers, number, self.mode == "semisync")
         self.scheduler.mark_lost(lost)
         self._progress.begin(self.scheduler, int(self._device_step.dense.step))
-        self._workers = Workers(self.scheduler, self._stages, stream, self._threads, self._progress)
+        self._workers = Workers(self.scheduler, self._stages, stream, self._progress)
+
+    @property
+    def tables(self) -> HostTables:
+        """The trained tables, unguarded."""
+        return self._stages.tables
 
     @property
     def counters(self) -> collections.Counter:
@@ -155,19 +150,13 @@ class Pipeline(EngineBase):
 
     @property
     def state(self) -> TrainState:
-        """The state after the last step, for use between two steps.
+        """See `Engine`; the save of a snapshot may not read it either."""
+        if threading.current_thread() in self._workers.threads:
+            raise ValueError("pipeline.state was read in the save of a snapshot: use the state passed to it.")
+        return super().state
 
-        Raises:
-          ValueError: in a hook or in the save of a snapshot, which get the state as an argument.
-        """
-        if self._in_hooks or threading.current_thread() in self._workers.threads:
-            raise ValueError(
-                "pipeline.state was read in a hook or in the save of a snapshot: use the state passed to it, as this "
-                "one lacks changes by earlier hooks, or is of a later step."
-            )
-        return self._state()
-
-    def _state(self):
+    @property
+    def _state(self) -> TrainState:  # type: ignore[override]
         return TrainState(self._device_step.dense, self._guarded_tables)
 
     @property
@@ -175,47 +164,20 @@ class Pipeline(EngineBase):
         """Number of committed steps."""
         return self._progress.step
 
-    def run(
-        self, batches: Iterable, hooks: Sequence[Callable] = (), check_every_steps: int = 100
-    ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Train on all batches.
-
-        Args:
-          batches: iterable of Batch, all of one size; consumed ahead of the commits by the planner thread, and copied.
-            If it is the iterator of the previous run, batches taken from it but not trained come first.
-          hooks: (state, step, plans, metrics) -> state, run in batch order by the iterating thread; they may change the
-            values of the dense state.
-          check_every_steps: interval at which losses are fetched and checked, in steps; they are also checked at the
-            end of a run.
-
-        Yields:
-          (TrainState, metrics) after every batch. The dense half is donated to the next step. Metrics are those of the
-          update and, where rows are repaired, 'stale_rows', whose last writer was not written when the gather began,
-          and 'patched_rows', taken from the ring.
-
-        Raises:
-          BrokenPipeline: rows were lost before.
-          FloatingPointError: a loss is not finite; names the step.
-          ValueError: a run of this pipeline, or of another one over the same tables, is active; a batch does not fit.
-          Any other error of a stage; all with a note that names stage and batch.
-        """
-        if self.running:
-            raise ValueError("this pipeline is running: close it, or exhaust the iterator of the run before.")
-        check_every_steps = whole_number("check_every_steps", check_every_steps)
-        once = tuple(hooks)
+    def _refuse_run(self):
+        super()._refuse_run()
         self._refuse()
-        return self._hold(self._iterate(self._streams.of(batches, self.patience_seconds), once, check_every_steps))
 
-    def _iterate(self, stream, hooks, check_every_steps):
+    def _over(self, stream, hooks):
         try:
             self._begin_run(stream)
             # Shards that a hook marked as lost in an earlier run, which a later hook then ended.
             self._recover_emulated()
             while (number := self._next_batch_number()) is not None:
                 metrics = self._train(number, hooks)
-                self._device_step.losses.check(check_every_steps)
-                yield self._state(), metrics
-            self._device_step.losses.check()
+                self._losses.check(CHECK_EVERY_STEPS)
+                yield self._state, metrics
+            self._losses.check()
             self._leave(recovers=True)
             # The last writes may have met lost shards after the loop above had ended.
             if not self._unraised:
@@ -229,8 +191,7 @@ class Pipeline(EngineBase):
             self._leave(recovers=isinstance(error, ShardsLost))  # ShardsLost itself reports the lost shards
             add_failures(error, self._pop_unraised())
             raise
-        if failures := self._pop_unraised():
-            raise first_failure(failures)
+        self._raise_failures()
         self._snapshots.warn(self.step)
 
     def _begin_run(self, stream):
@@ -293,22 +254,14 @@ class Pipeline(EngineBase):
         self._guarded_tables = GuardedTables(self._progress, self.step + 1)
         # Last: from here on a fetcher may take the rows, and the step counts as committed.
         self.scheduler.mark_committed(number)
-        self._device_step.losses.note(self.step, metrics)
+        self._losses.note(self.step, metrics)
         return metrics
 
-    def _run_hooks(self, hooks, plans, metrics):
-        self._in_hooks = True
-        try:
-            for hook in hooks:
-                before = self._state()
-                state = run_hooks([hook], before, self.step, plans, metrics)
-                if not isinstance(state, TrainState) or state.tables not in (self._guarded_tables, self.tables):
-                    raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-                check_same_shapes(before.dense, state.dense, "a hook returned a dense state of other shapes")
-                # After each hook: the next one may raise, and the hook may have donated the earlier state.
-                self._device_step.dense = state.dense
-        finally:
-            self._in_hooks = False
+    def _take_from_hook(self, given, found):
+        if found.tables not in (self._guarded_tables, self.tables):
+            raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
+        check_same_shapes(given.dense, found.dense, "a hook returned a dense state of other shapes")
+        self._device_step.dense = found.dense
 
     def drain(self) -> HostTables:
         """Wait until all committed batches are written; return the tables, which then match `state.dense`.
@@ -350,7 +303,6 @@ class Pipeline(EngineBase):
 
         Raises:
           ValueError: `change` returns other tables; another `exclusive` is active.
-          ShardsLost: shards were lost, and no watcher can recover them.
           As `drain`, and any error of `change`, whose changes up to the error stay.
         """
         if self.scheduler.paused:
@@ -388,19 +340,11 @@ class Pipeline(EngineBase):
         with the tables exactly as of that step. Until it returns, later batches are not written, and training goes on
         until the window is full.
 
-        Args:
-          step: a step that is not committed yet.
-          save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
-
-        Raises:
-          ValueError: the step is committed, or has a snapshot already.
-          BrokenPipeline: rows are lost.
-          Any error of the save of an earlier snapshot.
+        Args and errors are those of `Engine.snapshot_at`; any error of the save of an earlier snapshot is raised too.
         """
         self._refuse()
         self._check_snapshot_saved()
-        self._snapshots.announce(step, self.step, SnapshotRequest(save, unreached))
+        super().snapshot_at(step, save, unreached)
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, such as a restored image, after an error or before the next run.
@@ -408,57 +352,31 @@ class Pipeline(EngineBase):
         Ring entries and last writers of earlier batches become void; announced snapshots, lost rows and lost shards are
         forgotten. The caller rewinds the batches to the step of the state.
 
-        Args:
-          state: TrainState of the same shapes; the pipeline takes over its step.
-
         Raises:
           ValueError: a run is active; the state has other shapes, or tables of another spec.
           Failures of the last run that no call has raised yet.
         """
-        if self.running:
-            raise ValueError("reset within a run: leave the loop, or close the pipeline, first.")
+        self._refuse_reset(state)
         self._leave()
-        if failures := self._pop_unraised():
-            raise first_failure(failures)
+        self._raise_failures()
         state = with_unguarded_tables(state)
-        if state.tables.spec.digest != self.tables.spec.digest:
-            raise ValueError("reset to tables of another spec: make a new Pipeline for them.")
         check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
-        mesh_for(self._mesh, state, self._device_step.update)
         self._progress.refuse_others(state.tables)
-        notify_restarted(self._watchers, state)
+        self._notify_restarted(state)
         before, self._marked_lost = self.step, set()
-        self.tables = self._guarded_tables = self._stages.tables = state.tables
+        self._guarded_tables = self._stages.tables = state.tables
         self._progress = TableProgress(state.tables, self._progress.counted)  # earlier states stay stale
         self._device_step.dense = state.dense
         self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
         self._snapshots.forget(before)  # last, as it may warn
 
-    def lose(self, shards: Iterable[int]) -> None:
-        """Mark shards as lost; after the snapshot of this step, all watchers that have `recover(shards)` restore them.
-
-        For a hook that emulates a failure. Row storage that has really lost shards raises `ShardsLost`, and the same
-        recovery happens at the step committed when the loss is noticed: rows not yet written to these shards are lost
-        with them, and prefetched rows are gathered again. A snapshot that meets lost shards is saved after their
-        recovery.
-
-        Args:
-          shards: shard numbers.
-
-        Raises:
-          ValueError: there is no such shard, or no run is active.
-          ShardsLost: raised by `run` if no watcher recovers, or if shards are lost again and again.
-        """
-        wanted = checked_shards(self.tables.spec, shards, self.running)
-        self._marked_lost |= wanted
-
     def _recover_during_change(self, shards):
         self.scheduler.mark_lost(shards)
-        in_hooks, self._in_hooks = self._in_hooks, False  # watchers read the state
+        in_hooks, self._in_hook = self._in_hook, False  # watchers read the state
         try:
             self._recover(self.scheduler.lost_shards, begin_snapshot=not in_hooks)
         finally:
-            self._in_hooks = in_hooks
+            self._in_hook = in_hooks
 
     def _recover_lost(self):
         """Have watchers recover shards that the row storage has lost, until none is lost."""
@@ -479,11 +397,11 @@ class Pipeline(EngineBase):
             self._recover(wanted)
 
     def _recover(self, shards, begin_snapshot=True):
-        watchers = self._recovering_watchers(self.step, shards, REMEDY, f"; now {REMEDY}")
+        watchers = self._recovering_watchers(shards)
         # The snapshot of this step precedes the failure, so the recovery must find it saved.
         self.scheduler.wait_for_snapshot()
         # After the wait: a save that meets lost shards marks them first, and records its snapshot as missed later.
-        self._snapshots.count_recovery(shards, REMEDY)
+        self._snapshots.count_recovery(shards)
         before = self.scheduler.epoch
         try:
             self._run_recovery(watchers, shards)
@@ -507,17 +425,6 @@ class Pipeline(EngineBase):
             self._snapshots.save_missed(self.state)
         except ShardsLost as lost:  # lost again, and no worker is left to mark them
             self.scheduler.mark_lost(lost.shards)
-
-    def close(self) -> None:
-        """End the active run, if any, and write all committed rows.
-
-        Batches that are not committed come first when `run` is called with the same iterator.
-
-        Raises:
-          ValueError: called in a hook, which can end a run only by an exception, or in the save of a snapshot.
-          Errors of stages that were not raised before.
-        """
-        super().close()
 
     def _end(self):
         self._refuse_worker()
@@ -543,15 +450,13 @@ class Pipeline(EngineBase):
     def close_at_exit(self) -> None:
         """Leave a run that is active when the process ends, whichever thread iterates."""
         self._leave()
-        if failures := self._pop_unraised():
-            raise first_failure(failures)
+        self._raise_failures()
 
     def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
         """End the threads of a run, write committed rows, and keep failures in `_unraised`; idempotent.
 
-        Args:
-          postpone: whether to leave signals that arrive meanwhile to `close` or the end of the `with` block.
-          recovers: whether the caller handles lost shards, so that they are not a failure here.
+        `postpone` leaves signals that arrive meanwhile to `close` or the end of the `with` block. Lost shards are not a
+        failure if the caller `recovers` them.
         """
         scheduler, workers = self.scheduler, self._workers
         with uninterrupted() as deferred:
@@ -587,7 +492,7 @@ class Pipeline(EngineBase):
         self.compilations += self._device_step.compiled() - self._compiled_before
         self._left = True
         unrecovered = ShardsLost(scheduler.lost_shards, REMEDY) if scheduler.lost_shards and not recovers else None
-        checked = result_or_error(self._device_step.losses.check)
+        checked = result_or_error(self._losses.check)
         told = (scheduler.error_after_commit, scheduler.snapshot_error, scheduler.error_before_commit)
         failures = (*told, failed, checked, unrecovered)
         self._unraised += [failure for failure in failures if failure is not None]
@@ -608,8 +513,7 @@ class Pipeline(EngineBase):
         if not self.running:
             self._leave()
         self._progress.refuse_broken()
-        if failures := self._pop_unraised():
-            raise first_failure(failures)
+        self._raise_failures()
         self._progress.refuse_others(self.tables)
 
     def _refuse_worker(self):

@@ -65,13 +65,7 @@ def init(rows: dict[str, Rows], depth: int, numbers: bool = True) -> Ring:
 
 
 def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
-    """Widen the slots to U = capacity[stack] rows per shard; rows keep their positions within a slot.
-
-    Args:
-      ring: ring of at most that width.
-      capacity: {stack: U}.
-    """
-
+    """Widen the slots to U = capacity[stack] rows per shard; rows keep their positions within a slot."""
     return Ring(
         ring.version,
         {name: widened(leaf, capacity[name], -1) for name, leaf in ring.unique.items()},
@@ -196,15 +190,10 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
 
 
 def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) -> dict[str, Rows]:
-    """Return the rows of a batch that must be written back, in the same order.
+    """Return the rows of a batch that must be written back, f32[S, C, E] of f32[S, U, E], in the same order.
 
-    Args:
-      rows: {stack: Rows}, f32[S, U, E].
-      bits: {stack: u8[S, U / 8]}, mask of the rows to write back, from `numpy.packbits`.
-      size: {stack: C}, at least the number of such rows in any shard; with C = U all rows are returned unchanged.
-
-    Returns:
-      {stack: Rows}, f32[S, C, E]; the padding has arbitrary values.
+    `bits` u8[S, U / 8] is the mask of these rows, from `numpy.packbits`. C = size[stack] is at least their number in
+    any shard: padding has arbitrary values, and with C = U all rows are returned unchanged.
     """
 
     def some(name):
@@ -231,10 +220,7 @@ def _rows_at(leaf, place):
 class LastWriters:
     """The last writer of every row, and the row's position in that batch: 8 bytes of host memory per row.
 
-    Args:
-      spec: embedding spec of the tables.
-      window: W, number of preceding batches whose writes count.
-      depth: number of slots in the ring, at least 1 and at least the window.
+    The writes of the W = `window` preceding batches count; the ring has `depth` slots, at least W and at least 1.
     """
 
     def __init__(self, spec: EmbeddingSpec, window: int, depth: int):
@@ -275,12 +261,8 @@ def count_found(sources: dict):
 def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources, number: int, window: int) -> None:
     """Clear the rows that batch `number` will rewrite from the masks of the W preceding batches.
 
-    Args:
-      keep: batch number -> {stack: bool[S, U]}, mask of the rows to write back, changed in place; None if it can no
-        longer change.
-      sources: {stack: i32[S, U]} of batch `number`.
-      number: batch number.
-      window: W.
+    `keep`: batch number -> {stack: bool[S, U]}, mask of the rows to write back, changed in place; None if it can no
+    longer change.
     """
     for before in range(number - window, number):
         masks = keep(before)
@@ -291,12 +273,9 @@ def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources,
 
 
 def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
-    """Return the newest value of every row in a ring, as plans and rows for `put`.
+    """Return the newest value of every row in a ring with row numbers, as plans and rows for `put`.
 
-    Args:
-      ring: Ring with row numbers.
-      spec: embedding spec of the tables.
-      floor: batch number; ring entries of earlier batches are ignored.
+    Ring entries of batches before `floor` are ignored.
     """
     ring = jax.tree.map(np.asarray, ring)
     # Newest first, as `np.unique` returns the first occurrence of each row.

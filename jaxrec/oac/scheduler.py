@@ -71,11 +71,6 @@ class BatchScheduler:
         if not ready():
             interrupts.wait(self._changed, ready, by_the_clock=True)
 
-    def wait_until(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait, as an observer, until a predicate over the counters holds; return whether it does in time."""
-        with self._changed:
-            return self._changed.wait_for(ready, seconds)
-
     def watermark(self) -> int:
         """Return the first batch that some writer has not written."""
         return min(self.written)
@@ -155,11 +150,7 @@ class BatchScheduler:
             self._changed.notify_all()
 
     def mark_not_loaded(self, lost: Collection[int] = ()) -> None:
-        """Mark that the gather of a batch, or its transfer to the device, has failed.
-
-        Args:
-          lost: numbers of the shards found lost; the batch is gathered again after their recovery.
-        """
+        """Mark that the gather of a batch, or its transfer, has failed; after a recovery it is repeated."""
         with self._changed:
             # Atomic, as the recovery waits until no gather is in progress and must know all lost shards by then.
             self.lost_shards |= frozenset(lost)
@@ -257,15 +248,8 @@ class BatchScheduler:
             self.paused = False
             self._changed.notify_all()
 
-    def wait_for_release(self) -> None:
-        """Wait until no snapshot holds writes."""
-        self.wait(lambda: self.rows_lost or self.write_limit is None)
-
     def hold_writes(self) -> int:
-        """Let writers write the batches committed so far and no later ones, and return the number after the last.
-
-        Must be called after `wait_for_release`.
-        """
+        """While no snapshot is being saved: let writers write only what is committed; return the number after it."""
         with uninterrupted(), self._changed:
             # The snapshot consists of exactly the batches committed by now.
             self.write_limit = self.committed
@@ -305,12 +289,10 @@ class BatchScheduler:
     # Failures.
 
     def fail_before_commit(self, number: int, error: BaseException, epoch: int | None = None) -> None:
-        """Report an error before the commit of a batch: neither it nor any later batch will be committed.
+        """Report an error before the commit of a batch: all earlier batches will be committed, then it is raised.
 
-        Args:
-          number: number of the failed batch; of several failures, that of the earliest batch counts.
-          error: the error to raise after the commit of all earlier batches.
-          epoch: epoch of the claim, if the batch was claimed; if the claim is void, the error is ignored.
+        Of several failures, that of the earliest batch counts; a failure under a void claim, of an older epoch, is
+        ignored.
         """
         with self._changed:
             void = epoch is not None and epoch != self.epoch  # the batch is loaded again
@@ -323,12 +305,9 @@ class BatchScheduler:
         self.dense_lost = True
 
     def fail_after_commit(self, number: int, error: BaseException) -> None:
-        """Report an error that lost rows of a committed batch: only earlier batches are still written.
-
-        The first error reported counts.
-        """
+        """Report an error that lost rows of a committed batch: only earlier batches are still written."""
         with self._changed:
-            # The earliest batch, in whatever order threads report their failures.
+            # The first error reported, but the earliest batch, in whatever order threads report.
             self.error_after_commit = self.error_after_commit or error
             self.first_lost_batch = min(self.first_lost_batch, number)
             self.stopped = True

@@ -29,7 +29,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jaxrec import validate
 from jaxrec.embedding import HostTables, bucket, capacity_of, plan
 from jaxrec.embedding.lookup import compact_plan
-from jaxrec.engine import Losses
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
 from jaxrec.oac.ring import LastWriters, Ring, count_found, mark_rewritten, newest_rows, written_since
@@ -122,14 +121,9 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
 
 
 class DeviceStep:
-    """The device side of a pipeline: dense state, ring and losses, stepped one batch after the other.
+    """The device side of a pipeline: dense state, which is donated, and ring, stepped one batch after the other.
 
-    Args:
-      update: (dense, rows, plans, batch) -> dense', rows', metrics; not jitted.
-      options: options of the pipeline.
-      tables: the tables whose rows are updated; only the layout is used.
-      mesh: mesh of all programs.
-      dense: initial DenseState; it is donated.
+    Of `tables` only the layout is used.
     """
 
     def __init__(
@@ -140,7 +134,6 @@ class DeviceStep:
         # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_rewritten`.
         self.numbers: dict[str, np.ndarray] = {}
         self.update: Callable = jax.jit(update, donate_argnums=0)
-        self.losses = Losses()
         self._layout, self._jitted, self._programs = tables.layout, self.update, compile_ops(mesh, tuple(tables.layout))
         self._row_numbers_on_device = options.repairs and not options.plans_sources
         self._read: dict = {}  # {shapes: Inputs of bool}
@@ -155,11 +148,7 @@ class DeviceStep:
         return self._programs["kept"](rows, bits, tuple(size.items()))
 
     def reads(self, planned: Planned) -> Inputs:
-        """Return which leaves of plans and batch the programs of a step read, as Inputs of bool.
-
-        Raises:
-          ValueError: the update changes shapes or dtypes; nothing has been donated to it yet.
-        """
+        """Return which leaves of plans and batch the programs of a step read, as Inputs of bool."""
         inputs = Inputs(planned.plans, planned.batch)
         leaves, structure = jax.tree.flatten(inputs)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -177,8 +166,6 @@ class DeviceStep:
         return self._read[key]
 
     def _rows_of(self, planned):
-        """Return the shapes of all rows of a batch."""
-
         def rows(name, plan):
             shape = lambda part: jax.ShapeDtypeStruct((*plan.unique.shape, part.width), part.dtype)
             parts = {part: shape(one) for part, one in self._layout[name].items()}
@@ -187,17 +174,10 @@ class DeviceStep:
         return {name: rows(name, plan) for name, plan in planned.plans.items()}
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
-        """Run the step of one batch, as `ring.commit`, and replace `dense`.
+        """Run the step of a loaded batch, as `ring.commit`, and replace `dense`; return updated rows and metrics.
 
-        Args:
-          item: a loaded batch.
-          floor: batch number; ring entries of earlier batches are void.
-
-        Returns:
-          The updated rows and the metrics.
-
-        Raises:
-          Any error of a program. If `dense` was replaced by then, the step is done and its rows are lost.
+        Ring entries of batches before `floor` are void. If a program fails after `dense` was replaced, the step is done
+        and its rows are lost.
         """
         planned, inputs, loaded = item.planned, item.inputs, item.loaded
         assert inputs is not None and loaded is not None
@@ -255,23 +235,14 @@ class DeviceStep:
 
 
 def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
-    """Check that an update keeps shapes and dtypes, before anything is donated to it.
-
-    Raises:
-      ValueError: it changes them, or its metrics are not a dict.
-    """
+    """Refuse an update that changes shapes or dtypes, before anything is donated to it."""
     dense_after, new, metrics = returned
     if not isinstance(metrics, dict):
         raise ValueError(
             f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is expected."
         )
     for what, before, after in [("dense state", dense, dense_after), ("rows", rows, new)]:
-        shapes = [shapes_of(tree) for tree in (before, after)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the update changes the shapes of the {what}: from {shapes[0]} to {shapes[1]}. A step must return "
-                "what it was given, in shape and dtype."
-            )
+        check_same_shapes(before, after, f"the update changes the shapes of the {what}")
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -279,12 +250,8 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
-def check_same_shapes(before: DenseState, after: DenseState, what: str) -> None:
-    """Check that the next step can take a dense state.
-
-    Raises:
-      ValueError: its shapes or dtypes have changed; the message begins with `what`.
-    """
+def check_same_shapes(before: Any, after: Any, what: str) -> None:
+    """Refuse a dense state, or rows, of other shapes or dtypes; the message begins with `what`."""
     if after is not before and shapes_of(after) != shapes_of(before):
         raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
 
@@ -297,22 +264,14 @@ def shapes_of(tree: Any) -> Any:
 class Stages:
     """The stages over one set of tables, and the batches in flight.
 
-    Args:
-      tables: HostTables or RemoteTables.
-      options: options of the pipeline.
-      device_step: device side of the pipeline.
-      devices: number of devices that share a batch.
-      send: (tree of arrays, tree of shardings) -> tree on the device.
-      fetch: (tree on the device) -> tree of numpy arrays.
-      placement: {'inputs', 'rows': tree of shardings}.
-      capacity: initial {stack: U}, or None.
+    `placement` is {'inputs', 'rows': tree of shardings}; the rest is as for `Pipeline`.
     """
 
     def __init__(
-        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, devices: int, send: Callable,
+        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, send: Callable,
         fetch: Callable, placement: Mapping, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        self.tables, self.options, self.devices = tables, options, devices
+        self.tables, self.options = tables, options
         self.last = LastWriters(tables.spec, options.window, options.depth) if options.plans_sources else None
         self.capacity = capacity  # {stack: U}; U only grows
         self.items: dict[int, Item] = {}
@@ -320,20 +279,11 @@ class Stages:
         self._device_step, self._send, self._fetch, self._placement = device_step, send, fetch, placement
         self._lock = threading.Lock()  # guards the counters and `DeviceStep.reads`
 
-    def plan(self, batch: Any, number: int) -> Planned:
-        """Plan a batch; must be called in batch order.
-
-        Raises:
-          ValueError: it is not a Batch, or does not fit the tables.
-        """
-        if not isinstance(batch, Batch):
-            raise ValueError(
-                f"`run` makes the plans itself from Batch after Batch, but got a {type(batch).__name__}: give it "
-                "jaxrec.Batch(ids, dense, label, weight), not the pairs of `planned`."
-            )
+    def plan(self, batch: Batch, number: int) -> Planned:
+        """Plan a batch; must be called in batch order."""
         # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
-        validate.check_batch(self.tables.spec, plans, batch, self.devices)
+        validate.check_batch(self.tables.spec, plans, batch)
         self.capacity = capacity_of(plans)
         source = self.last.sources(plans, number) if self.last else {}
         keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_rewritten else {}
@@ -368,13 +318,7 @@ class Stages:
         return jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, Inputs(*sent))
 
     def load(self, planned: Planned, watermark: int, scheduler: BatchScheduler) -> Loaded:
-        """Gather the rows of a batch and send them.
-
-        Args:
-          planned: the batch.
-          watermark: batch number; all earlier batches are written.
-          scheduler: scheduler of the run, notified when the tables have been read.
-        """
+        """Gather the rows of a batch and send them; all batches before the watermark are written."""
         number, window, source, plans = planned.number, self.options.window, planned.source, planned.plans
         floor = scheduler.void_before  # ring entries of earlier batches are void
         if self.options.skip_stale_reads and number - window >= floor:  # else the ring lacks some of the window
@@ -391,11 +335,9 @@ class Stages:
         return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
 
     def fetch(self, item: Item, end: int | None) -> Fetched:
-        """Fetch the rows of a batch, or with `skip_rewritten` only those that no later batch will rewrite.
+        """Fetch the rows of a committed batch, or with `skip_rewritten` only those that no later batch will rewrite.
 
-        Args:
-          item: a committed batch.
-          end: number after the last batch of the run, or None if unknown.
+        `end` is the number after the last batch of the run, or None if unknown.
         """
         planned, committed = item.planned, item.committed
         assert committed is not None
@@ -444,7 +386,6 @@ class Stages:
         return found
 
     def _rows_bytes(self, plans):
-        """Return the bytes of all rows of some plans, with padding and slots."""
         widths = {name: sum(part.width for part in parts.values()) for name, parts in self.tables.layout.items()}
         return sum(4 * p.unique.size * widths[name] for name, p in plans.items())
 

@@ -25,31 +25,21 @@ class BrokenPipeline(RuntimeError):
     """
 
     def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
-        where = {*table_steps}
-        if len(where) == 1:
-            tables = f"the tables {_at(table_steps[0])}"
-        else:
-            tables = "of the tables " + ", ".join(f"shard {s} {_at(step)}" for s, step in enumerate(table_steps))
         gone = "is gone (it was given to the update that failed)"
         super().__init__(
             f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
-            f"{gone if dense_step is None else 'stands ' + _at(dense_step)}, {tables:.400}. Restore the last image, "
-            "into `pipeline.tables` or new tables, and give it to `reset` or to a new Pipeline."
+            f"{gone if dense_step is None else f'stands at step {dense_step}'}, the shards of the tables at steps "
+            f"{table_steps!s:.400}. Restore the last image, into `pipeline.tables` or new tables, and give it to "
+            "`reset` or to a new Pipeline."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
-
-
-def _at(step):
-    return "at no step" if step is None else f"at step {step}"
 
 
 class TableProgress:
     """Progress of a pipeline's tables relative to its dense state; queried by `GuardedTables`, and outlives the
     pipeline.
 
-    Args:
-      tables: unguarded HostTables.
-      counted: whether each batch puts all its rows, so that the put counters of the tables give the step of each shard.
+    `counted`: each batch puts all its rows, so that the put counters of the tables give the step of each shard.
     """
 
     def __init__(self, tables: HostTables, counted: bool):
@@ -57,7 +47,7 @@ class TableProgress:
         _all.add(self)
 
     def begin(self, scheduler, step: int) -> None:
-        """Start counting with a new scheduler, from the current step of both tables and dense state."""
+        """Start counting with a new scheduler, from the common step of tables and dense state."""
         self.scheduler, self.first_step = scheduler, step
         self.mark_current()
 
@@ -76,11 +66,7 @@ class TableProgress:
         return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
 
     def begin_run(self) -> None:
-        """Begin a run, and mark the tables as changed for all other pipelines over them.
-
-        Raises:
-          ValueError: another pipeline is running over these tables.
-        """
+        """Begin a run, and mark the tables as changed for all other pipelines over them."""
         with _lock:
             self.refuse_others(self.tables)
             for other in self._others(self.tables):
@@ -88,11 +74,7 @@ class TableProgress:
             self.running = True
 
     def refuse_others(self, tables: HostTables) -> None:
-        """Refuse tables over which another pipeline is running.
-
-        Raises:
-          ValueError: another pipeline is running over them.
-        """
+        """Refuse tables over which another pipeline is running."""
         if any(other.running for other in self._others(tables)):
             raise ValueError(
                 "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
@@ -132,10 +114,6 @@ class GuardedTables:
     """Guarded tables of a yielded state: they act as the pipeline's tables while these match it, and raise otherwise.
 
     `spec` and `layout` are always available.
-
-    Args:
-      progress: progress of the pipeline's tables.
-      step: step of the state.
     """
 
     in_place = True
@@ -145,12 +123,7 @@ class GuardedTables:
         self._progress, self._step = progress, step
 
     def unguarded(self) -> HostTables:
-        """Return the unguarded tables.
-
-        Raises:
-          BrokenPipeline: rows are lost.
-          ValueError: the tables are not at the step of the state.
-        """
+        """Return the unguarded tables; raise unless they are at the step of the state."""
         self._progress.refuse_broken()
         if not (self._step == self._progress.step == self._progress.current_at and self._progress.untouched()):
             raise ValueError(

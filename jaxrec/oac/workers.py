@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxrec.engine import RecoveryCounter, SnapshotSchedule, result_or_error
 from jaxrec.interrupts import uninterrupted
-from jaxrec.oac.options import Threads
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Item, Stages
 from jaxrec.oac.view import TableProgress
@@ -26,67 +25,35 @@ from jaxrec.types import ShardsLost, TrainState
 
 
 class Worker(threading.Thread):
-    """A thread of one stage.
+    """A thread of one stage."""
 
-    Args:
-      stage: name of the stage.
-      number: number of the first batch; the body sets the attribute to the batch in work.
-      body: called with this thread.
-      fail: called with this thread and the exception that the body raised.
-      leave: called with the stage, as the last action of the thread.
-    """
-
-    def __init__(self, stage: str, number: int, body: Callable, fail: Callable, leave: Callable):
-        super().__init__(name=f"oac-{stage}", daemon=True)
-        self.stage, self.number = stage, number
-        self._body, self._fail, self._leave = body, fail, leave
-
-    def run(self):
-        """Run the body; called by `start`."""
-        try:
-            self._body(self)
-        except BaseException as error:
-            self._fail(self, error)
-        finally:
-            self._leave(self.stage)
+    stage: str
+    number: int  # of the batch in work
 
 
 class Workers:
-    """All threads of a run except the committing one.
+    """All threads of a run except the committing one."""
 
-    Args:
-      scheduler: scheduler of the run.
-      stages: stages of the pipeline.
-      stream: stream of the run's batches.
-      threads: number of threads of each kind.
-      progress: progress of the pipeline's tables; held so that the tables count as in use while the threads live.
-    """
-
-    def __init__(
-        self, scheduler: BatchScheduler, stages: Stages, stream: Stream, threads: Threads, progress: TableProgress
-    ):
-        self.scheduler, self.stages, self.stream, self.count = scheduler, stages, stream, threads
-        self.progress = progress
+    def __init__(self, scheduler: BatchScheduler, stages: Stages, stream: Stream, progress: TableProgress):
+        self.scheduler, self.stages, self.stream, self.options = scheduler, stages, stream, stages.options
+        self.progress = progress  # held, so that the tables count as in use while the threads live
         self.threads: list[Worker] = []
 
     def start_all(self) -> None:
-        """Start all threads that live throughout the run.
-
-        Raises:
-          RuntimeError: the system cannot start more threads; `end` ends those already started.
-        """
+        """Start all threads that live throughout the run; if the system cannot, `end` ends those already started."""
         self.stream.free.clear()
         self.start("plan", self._plan_all)
-        for _ in range(self.count.loaders):
+        for _ in range(self.options.loaders):
             self.start("load", self._load_all)
-        for _ in range(self.count.fetchers):
+        for _ in range(self.options.fetchers):
             self.start("fetch", self._fetch_all)
-        for writer in range(self.count.writers):
+        for writer in range(self.options.writers):
             self.start("write back", functools.partial(self._write_all, writer))
 
     def start(self, stage: str, body: Callable[[Worker], None]) -> None:
         """Start a thread of a stage; an exception of the body is reported to `scheduler`."""
-        worker = Worker(stage, self.scheduler.first, body, self._fail, self.scheduler.leave)
+        worker = Worker(target=lambda: self._run(worker, body), name=f"oac-{stage}", daemon=True)
+        worker.stage, worker.number = stage, self.scheduler.first
         self.threads = [*self.threads[:1], *(t for t in self.threads[1:] if t.is_alive()), worker]
         # Listed before it runs, as calls of its body may check whether they are on a thread of the list.
         try:
@@ -94,6 +61,14 @@ class Workers:
         except BaseException:
             self.threads.remove(worker)
             raise
+
+    def _run(self, worker, body):
+        try:
+            body(worker)
+        except BaseException as error:
+            self._fail(worker, error)
+        finally:
+            self.scheduler.leave(worker.stage)
 
     def where(self, stage: str, number: int) -> str:
         """Return the note that names the stage and batch of an error."""
@@ -113,12 +88,8 @@ class Workers:
     def end(self, deferred: Sequence[int], patience_seconds: float) -> None:
         """Wait until all committed rows are written and all threads have ended; return untrained batches to the stream.
 
-        Args:
-          deferred: deferred signals; the list grows during the wait.
-          patience_seconds: time after which a warning lists the threads still awaited.
-
-        Raises:
-          InterruptedError: a signal arrived after the warning; the run is not left.
+        After `patience_seconds` a warning lists the threads still awaited. If `deferred`, the list of deferred signals,
+        grows after that, InterruptedError is raised, and the run is not left.
         """
         scheduler = self.scheduler
         scheduler.finish()
@@ -227,7 +198,7 @@ class Workers:
         self.scheduler.mark_fetched(number, store)
 
     def _write_all(self, writer: int, worker: Worker):
-        shards = range(writer, self.stages.tables.spec.shards, self.count.writers)
+        shards = range(writer, self.stages.tables.spec.shards, self.options.writers)
         while (number := self.scheduler.wait_to_write(writer)) is not None:
             worker.number = number
             self._write(self.stages.items[number], shards, writer, number)
@@ -251,11 +222,7 @@ class Begun(NamedTuple):
 
 
 class SnapshotSaver(SnapshotSchedule):
-    """The snapshots of a pipeline, each saved in its own thread.
-
-    Args:
-      stages, device_step: parts of the pipeline.
-    """
+    """The snapshots of a pipeline, each saved in its own thread."""
 
     def __init__(self, stages: Stages, device_step: DeviceStep):
         super().__init__()
@@ -268,29 +235,18 @@ class SnapshotSaver(SnapshotSchedule):
         for _ in range(len(self._missed)):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
-            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_begun(step))
+            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.remove(step))
 
-    def count_recovery(self, shards: Iterable[int], remedy: str) -> None:
-        """Count a recovery for each missed snapshot; must be called while no snapshot is being saved.
+    def count_recovery(self, shards: Iterable[int]) -> None:
+        """Count a recovery for each missed snapshot, while none is being saved; raise ShardsLost if they are too many.
 
         Training may go on while a save is tried again, so that a limit of recoveries per step would never be reached.
-
-        Args:
-          shards: lost shard numbers.
-          remedy: end of the error message.
-
-        Raises:
-          ShardsLost: too many recoveries for one snapshot.
         """
         for snapshot in self._missed:
-            snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards, remedy)
+            snapshot.tries.count(f"the snapshot of step {snapshot.step}", shards)
 
     def save_missed(self, state: TrainState) -> None:
-        """Save the missed snapshots on this thread, after the run has ended.
-
-        Raises:
-          ShardsLost: a save meets lost shards again; its snapshot stays missed.
-        """
+        """Save the missed snapshots on this thread, after the run; one that meets lost shards again stays missed."""
         while self._missed:
             self._missed[0].save(state)
             self._missed.pop(0)
@@ -303,7 +259,7 @@ class SnapshotSaver(SnapshotSchedule):
     def _begin(self, snapshot, workers, forget):
         scheduler = workers.scheduler
         # Waits for the previous snapshot; if Ctrl-C ends the wait, this snapshot stays pending.
-        scheduler.wait_for_release()
+        scheduler.wait_for_snapshot()
         with uninterrupted():  # a hold always gets the thread that releases it
             # Before the copy: later batches are not written from here on, so that tables and copy match.
             number = scheduler.hold_writes()

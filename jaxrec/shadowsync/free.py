@@ -16,19 +16,18 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import EngineBase, SnapshotSchedule, notify_restarted
+from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import END, Stream, Streams
+from jaxrec.prefetch import END, Stream
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
-from jaxrec.step import run_hooks
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
 from jaxrec.validate import check_spec
 
 
-class FreeTrainers(EngineBase):
+class FreeTrainers(Engine):
     """Engine of n free-running trainers over shared host tables; it does not support `snapshot_at` and `lose`.
 
         step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
@@ -62,8 +61,6 @@ class FreeTrainers(EngineBase):
         per trainer; the state was trained with another rule.
     """
 
-    _name = "trainers"
-
     def __init__(
         self,
         state: TrainState,
@@ -81,8 +78,7 @@ class FreeTrainers(EngineBase):
             raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
         self._workers = whole_number("workers", workers)
-        self._streams, self._in_hook, self._failure = Streams(), False, ""
-        self._snapshots = SnapshotSchedule()  # always empty
+        self._failure = ""
         self._take_state(state)
         self._figures = none = _no_figures(self._replicas)
         if past is not None:
@@ -117,15 +113,8 @@ class FreeTrainers(EngineBase):
     @property
     def state(self) -> TrainState:
         """State of all trainers while idle; hooks use their argument, as reading it in a hook raises ValueError."""
-        if self._in_hook:
-            raise ValueError("trainers.state was read in a hook: use the state passed to it.")
         self._check_whole()
-        return self._state
-
-    @property
-    def tables(self) -> HostTables:
-        """The current host tables."""
-        return self._state.tables
+        return super().state
 
     def figures(self) -> dict[str, Any]:
         """Return statistics of all stretches as JSON values.
@@ -138,7 +127,7 @@ class FreeTrainers(EngineBase):
         return dict(self._figures)
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = (), check_every_steps: int = 100
+        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """Train on all batches; yield after every stretch, the last of which ends with the stream.
 
@@ -149,7 +138,6 @@ class FreeTrainers(EngineBase):
         Args:
           batches: iterable of Batch, all of one size; each is trained by one trainer.
           hooks: functions (state, step, None, metrics) -> state, called in order after every stretch.
-          check_every_steps: unused, for compatibility with other engines: losses are checked after every stretch.
 
         Yields:
           (TrainState, metrics of the stretch). Metrics: loss, mean over the stretch's examples, nan without examples;
@@ -162,11 +150,11 @@ class FreeTrainers(EngineBase):
             Batch.
           Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a hook.
         """
-        if self.running:
-            raise ValueError("these trainers are running: exhaust or close the iterator of the run before.")
-        hooks = tuple(hooks)
+        return super().run(batches, hooks)
+
+    def _refuse_run(self):
+        super()._refuse_run()
         self._check_whole()
-        return self._hold(self._over(self._streams.of(batches, patience_seconds=10.0), hooks))
 
     def _over(self, stream, hooks):
         over = False
@@ -174,7 +162,7 @@ class FreeTrainers(EngineBase):
             splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
             metrics = self._stretch(splitter)
             if splitter.taken:
-                self._run_hooks(hooks, metrics)
+                self._run_hooks(hooks, None, metrics)
                 yield self._state, metrics
             if splitter.error is not None:
                 raise splitter.error
@@ -204,7 +192,7 @@ class FreeTrainers(EngineBase):
         streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
         states = self._states_apart()
         try:
-            return train_stretch(self._free_step, states, self.tables, streams, make, self._workers, hook)
+            return train_stretch(self._free_step, states, self._state.tables, streams, make, self._workers, hook)
         finally:
             splitter.close()  # before `taken` is read
 
@@ -242,24 +230,13 @@ class FreeTrainers(EngineBase):
         one, memory = _first_replica(dense.params), dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
-    def _run_hooks(self, hooks, metrics):
-        for hook in hooks:
-            self._in_hook = True
-            given = self._state
-            try:
-                found = run_hooks((hook,), given, self.step, None, metrics)
-            finally:
-                self._in_hook = False
-            # The hook may have replaced the tables by `exclusive`.
-            self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
-
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
         """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs.
 
         Raises:
           ValueError: `change` does not return HostTables of the same spec; the tables are then not replaced.
         """
-        changed = change(self.tables)
+        changed = change(self._state.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: HostTables of the same spec are expected."
@@ -270,7 +247,7 @@ class FreeTrainers(EngineBase):
         """Raise ValueError: free trainers are not idle after a given step."""
         raise ValueError(f"free trainers have no snapshot after step {step}: save in a hook, where all are at rest.")
 
-    def lose(self, shards: Sequence[int]) -> None:
+    def lose(self, shards: Iterable[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""
         raise ValueError(
             f"free trainers cannot bring shards {list(shards)} back while they train: use replicas in lock step "
@@ -288,7 +265,7 @@ class FreeTrainers(EngineBase):
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
-        notify_restarted(self._watchers, state)
+        self._notify_restarted(state)
         self._take_state(state)
 
     def together(self) -> TrainState:
@@ -312,14 +289,6 @@ class FreeTrainers(EngineBase):
                 f"{self._failure}: rows have changed since, and the trainers' parameters are lost. Restore an image "
                 "and give its state to `reset`."
             )
-
-    def _end(self):
-        if (generator := self._generator()) is not None:
-            try:
-                generator.close()
-            except Exception as failure:
-                self._unraised.append(failure)
-        return self._pop_unraised()
 
 
 class FreeState(NamedTuple):

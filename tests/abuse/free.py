@@ -134,7 +134,7 @@ def _(directory):
     train_stretch(STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)])
 
 
-@situation("a run of free trainers within another", ValueError, "are running: exhaust or close")
+@situation("a run of free trainers within another", ValueError, "engine is running: exhaust or close")
 def _(directory):
     with free(stretch_steps=2) as engine:
         for _ in engine.run(stream(5)):
@@ -207,7 +207,7 @@ def _(directory):
             goes_on(engine, 2)
 
 
-@situation("a hook that asks the free trainers for their state", ValueError, "trainers.state was read in a hook")
+@situation("a hook that asks the free trainers for their state", ValueError, "engine.state was read in a hook")
 def _(directory):
     with free() as engine:
         train(engine, stream(4), [lambda *given: engine.state])

@@ -73,19 +73,18 @@ def _(directory):
 
 
 MESHES = {
-    "the dense state lies on 1 devices.*give one mesh": lambda _: Pipeline(
-        state_of(), update_of(two_devices()), mesh=two_devices()
-    ),
+    "made for a mesh of 2 devices.*lies on 1": lambda _: Pipeline(state_of(), update_of(two_devices())),
     "made for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(state_of(two_devices()), update_of()),
     "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(state_of(two_devices(2)), update_of()),
 }
 refused(MESHES)
 
 
-@situation("no mesh given: it is that of the state")
+@situation("an update that does not name its mesh: it is that of the state")
 def _(directory):
     mesh = two_devices()
-    train(Pipeline(state_of(mesh), update_of(mesh), window=2))
+    update = lambda *given: update_of(mesh)(*given)
+    train(Pipeline(state_of(mesh), update, window=2))
 
 
 # ---- the stream

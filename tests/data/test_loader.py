@@ -1,13 +1,11 @@
-"""Properties of the loader: a permutation of the rows, the same from any position, threads that end."""
-
-import threading
+"""Properties of the loader: a permutation of the rows, the same from any position."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrec.data.loader import Loader, prefetch
+from jaxrec.data.loader import Loader
 
 
 class Blocks:
@@ -181,60 +179,8 @@ def test_shuffles_differ_by_seed_and_epoch():
         (lambda: Loader(Blocks([]), 2), "no rows"),
         (lambda: Loader(Blocks([3]), 2).seek(3), "position=3"),
         (lambda: len(Loader(Blocks([3]), 2, epochs=None)), "no length"),
-        (lambda: prefetch([], 0), "depth=0"),
     ],
 )
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def prefetch_threads():
-    return [t for t in threading.enumerate() if t.name == "prefetch"]
-
-
-def test_the_exception_of_a_prefetch_reaches_the_caller_in_its_place():
-    def items():
-        yield 1
-        raise OSError("disk on fire")
-
-    iterator = prefetch(items())
-    assert next(iterator) == 1
-    with pytest.raises(OSError, match="disk on fire"):
-        next(iterator)
-    assert not prefetch_threads()
-
-
-def test_closing_a_prefetch_ends_its_thread_and_closes_the_source():
-    closed = []
-
-    def endless():
-        try:
-            while True:
-                yield 0
-        finally:
-            closed.append(threading.current_thread().name)
-
-    iterator = prefetch(prefetch(endless()))
-    next(iterator)
-    assert len(prefetch_threads()) == 2
-    iterator.close()
-    assert closed == ["prefetch"] and not prefetch_threads()
-
-
-def test_a_prefetch_stays_within_its_depth():
-    made = []
-    asked = threading.Semaphore(0)
-
-    def counted():
-        for i in range(50):
-            made.append(i)
-            asked.release()
-            yield i
-
-    iterator = prefetch(counted(), depth=3)
-    assert next(iterator) == 0
-    for _ in range(5):  # 0 to 3 are made, then one waits for a free slot
-        asked.acquire()
-    assert len(made) <= 5
-    assert list(iterator) == list(range(1, 50))
