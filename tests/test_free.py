@@ -292,7 +292,6 @@ def test_one_trainer_does_not_feel_how_long_its_stretches_are(name, stretch_step
 GROUPS = {
     "none": (None, {}),
     "ma-foreground": (model_averaging(), {"every_steps": 3}),
-    "ma-clock": (model_averaging(), {"every_seconds": 0.001}),
     "bmuf-shadow": (bmuf(momentum=0.5), {}),
     "easgd-foreground": (easgd(), {"every_steps": 2}),
     "easgd-shadow": (easgd(), {"pace_seconds": 0.001}),

@@ -46,9 +46,8 @@ class SyncGroup:
       rule: `easgd()`, `model_averaging()` or `bmuf()`.
       params: initial parameters of one replica, without a replica axis.
       trainers: n. All of them must join, each in its own thread.
-      every_steps: k for a foreground round every k steps of a trainer, which waits for it.
-      every_seconds: interval of foreground rounds in seconds. Without `every_steps` and `every_seconds` each trainer is
-        synchronised by a background thread.
+      every_steps: k for a foreground round every k steps of a trainer, which waits for it; None for rounds in a
+        background thread of each trainer.
       pace_seconds: minimum seconds from the start of one background round to the start of the next.
       core_share: maximum fraction of one core's time that each background thread uses for rounds, in (0, 1]. Lower it
         on a machine whose cores all train, where back-to-back rounds would slow down training.
@@ -80,7 +79,6 @@ class SyncGroup:
         trainers: int,
         *,
         every_steps: int | None = None,
-        every_seconds: float | None = None,
         pace_seconds: float | None = None,
         core_share: float | None = None,
         servers: int | None = None,
@@ -95,9 +93,9 @@ class SyncGroup:
             of_all["memory"] = memory["shared"]
         of_centre = _given(servers=servers, bytes_per_s=bytes_per_s)
         self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all, **of_centre)
-        self._foreground = _given(every_steps=every_steps, every_seconds=every_seconds)
-        self._options = self._foreground | _given(pace_seconds=pace_seconds, core_share=core_share)
-        self._waited = [0.0] * trainers if memory is None else np.asarray(memory["waited"]).tolist()
+        self._foreground = every_steps is not None
+        self._options = _given(every_steps=every_steps, pace_seconds=pace_seconds, core_share=core_share)
+        self._waited = [0] * trainers if memory is None else [int(steps) for steps in memory["waited"]]
         if len(self._waited) != trainers:
             raise ValueError(f"the memory is of {len(self._waited)} trainers and the group of {trainers}.")
         self._of_trainers: dict[int, Synchroniser] = {}
@@ -109,7 +107,7 @@ class SyncGroup:
 
         Returns:
           {'shared': pytree of arrays, the centre of EASGD or the global model and momentum of BMUF,
-          'waited': f64[n], steps or seconds of each trainer since its last foreground round was due}.
+          'waited': f64[n], steps of each trainer since its last foreground round was due}.
         """
         waited = [getattr(self._of_trainers.get(i), "waited", before) for i, before in enumerate(self._waited)]
         return {"shared": self.transport.memory, "waited": np.array(waited, np.float64)}
@@ -129,7 +127,7 @@ class SyncGroup:
         """
         made: Synchroniser
         if self._foreground:
-            waited = self._waited[number] if number in range(len(self._waited)) else 0.0
+            waited = self._waited[number] if number in range(len(self._waited)) else 0
             made = Foreground(self.transport, number, waited=waited, **self._options)
         else:
             made = Shadow(self.transport, number, **self._options)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
+from jaxrec.bounds import is_not_negative, is_portion, real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.params import (
     Live,
@@ -240,47 +240,24 @@ class Synchroniser:
 
 
 class Foreground(Synchroniser):
-    """Synchroniser that makes a round every k steps or seconds, for which training waits (FR-k).
+    """Synchroniser that makes a round every k steps, for which training waits (FR-k).
 
     It is used in a `with` block like `Shadow`.
 
     Args:
       transport, trainer: as for `Shadow`.
-      every_steps: steps from one round to the next, at least 1; or None.
-      every_seconds: seconds from one round to the next, above 0; or None.
-      waited: steps or seconds already passed since a round was due, when an earlier training is continued.
-
-    Raises:
-      ValueError: not exactly one of `every_steps` and `every_seconds` is given, or it is out of range.
+      every_steps: k, at least 1.
+      waited: steps already made since a round was due, when an earlier training is continued.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        trainer: int = 0,
-        every_steps: int | None = None,
-        every_seconds: float | None = None,
-        waited: float = 0,
-    ):
-        if (every_steps is None) == (every_seconds is None):
-            raise ValueError("give every_steps or every_seconds, one of them.")
-        if every_steps is not None:
-            whole_number("every_steps", every_steps)
-        if every_seconds is not None:
-            real_number("every_seconds", every_seconds, "above 0 and finite", is_positive)
+    def __init__(self, transport: Transport, trainer: int = 0, *, every_steps: int, waited: int = 0):
         super().__init__(transport, trainer)
-        self._steps, self._seconds, self._before = every_steps, every_seconds, waited
+        self._every, self._before = whole_number("every_steps", every_steps), waited
 
     @property
-    def waited(self) -> float:
-        """Steps or seconds since a round was last due."""
-        if self._steps is not None:
-            return (self._before + self.steps) % self._steps
-        return self._before if self._phase == "has not been entered" else time.monotonic() - self._last
-
-    def _begin(self):
-        # On entering, not on construction: compilation in between is not training time.
-        self._last = time.monotonic() - self._before
+    def waited(self) -> int:
+        """Steps since a round was last due."""
+        return (self._before + self.steps) % self._every
 
     def exchange(self, state: Any) -> Any:
         """Make a round if one is due; otherwise as `Synchroniser.exchange`."""
@@ -294,12 +271,7 @@ class Foreground(Synchroniser):
         """Count a step, report a sign of life, and return whether a round is due."""
         self._transport.heartbeat(self._trainer)
         self.steps += 1
-        if self._steps is not None:
-            return self.waited == 0
-        if self._seconds is not None and time.monotonic() - self._last < self._seconds:
-            return False
-        self._last = time.monotonic()
-        return True
+        return self.waited == 0
 
     def sync_round(self, before: Any) -> Callable[[Any], Any]:
         """Make a round, and return the function that folds its result into a state.
