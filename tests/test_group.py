@@ -117,7 +117,7 @@ def test_the_transport_follows_from_the_rule_and_the_kind_from_the_arguments(rul
 
 
 def test_with_a_centre_all_end_with_its_parameters():
-    group = SyncGroup(easgd(0.3), PARAMS, 3, servers=2, bytes_per_s=1e6)
+    group = SyncGroup(easgd(0.3), PARAMS, 3)
     for _, end, _ in trained(group.trainer):
         np.testing.assert_array_equal(end, group.transport.parameters["w"])
 

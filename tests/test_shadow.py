@@ -85,7 +85,7 @@ def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
 
 def test_free_running_easgd_keeps_the_sum():
     initial = {"w": np.full(3, 9.0, np.float32), "b": np.zeros(2, np.float32)}
-    centre = Ends(Centre(easgd(0.4), initial, 4, servers=2))
+    centre = Ends(Centre(easgd(0.4), initial, 4))
 
     def train(trainer, steps):
         state = state_of(float(trainer))

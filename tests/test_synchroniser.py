@@ -1,6 +1,5 @@
 """Properties shared by shadow and foreground: dtypes, devices, other leaves, the order of calls."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -20,7 +20,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.embedding.servers import Answer, ServerGone
 from jaxrec.shadowsync.params import floating, initial_leaves, with_floating
 from jaxrec.shadowsync.rules import Rule
-from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, pack
+from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft
 from jaxrec.types import PyTree
 
 _POLL_S = 0.2  # longest delay until a waiting client notices that its trainer has left
@@ -57,6 +57,20 @@ def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[l
     whole_number("sync_servers", sync_servers, 1, most, limit)
     at = pack(list(sizes), sync_servers)
     return [[leaf for leaf, server in enumerate(at) if server == number] for number in range(sync_servers)]
+
+
+def pack(sizes: list[int], bins: int) -> list[int]:
+    """Assign items to bins greedily: the largest first, each to the least loaded bin; return the bin of each item.
+
+    >>> pack([1, 5, 3, 3], 2)
+    [0, 0, 1, 1]
+    """
+    load, place = [0] * bins, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        place[number] = load.index(min(load))
+        # Largest first, so that small items at the end even out the loads.
+        load[place[number]] += sizes[number]
+    return place
 
 
 class SyncServer:

@@ -47,8 +47,7 @@ class FreeTrainers(EngineBase):
         taken is a multiple of it.
       workers: m.
       past: result of `figures` from an earlier process, to continue counting.
-      group: options of `SyncGroup`: every_steps, pace_seconds, core_share, servers, bytes_per_s,
-        timeout_s, on_failure.
+      group: options of `SyncGroup`: every_steps, pace_seconds, core_share, timeout_s, on_failure.
 
     With on_failure='drop', a failing trainer is dropped until the end of the stretch and its batch is lost; in the next
     stretch it starts as a copy of the first trainer that has not failed. A stretch ended by a failure leaves no usable

@@ -51,8 +51,6 @@ class SyncGroup:
       pace_seconds: minimum seconds from the start of one background round to the start of the next.
       core_share: maximum fraction of one core's time that each background thread uses for rounds, in (0, 1]. Lower it
         on a machine whose cores all train, where back-to-back rounds would slow down training.
-      servers: number of servers over which the tensors of a centre are partitioned.
-      bytes_per_s: bandwidth limit of each server; None for no limit.
       timeout_s: seconds without a sign of life after which an awaited trainer is overdue. It must exceed the longest
         time between two `exchange` calls of a trainer, compilation included.
       on_failure: effect on the other trainers when one leaves early or is overdue: 'raise' ends their training with a
@@ -67,7 +65,7 @@ class SyncGroup:
 
     Raises:
       ValueError: an argument is out of range, or the parameters cannot be synchronised.
-      TypeError: servers or bytes_per_s with a rule without a centre; pace_seconds or core_share in the foreground.
+      TypeError: pace_seconds or core_share in the foreground.
     """
 
     transport: AllToAll | Centre
@@ -81,8 +79,6 @@ class SyncGroup:
         every_steps: int | None = None,
         pace_seconds: float | None = None,
         core_share: float | None = None,
-        servers: int | None = None,
-        bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
         last_round: bool = True,
@@ -91,8 +87,7 @@ class SyncGroup:
         of_all: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
         if memory is not None:
             of_all["memory"] = memory["shared"]
-        of_centre = _given(servers=servers, bytes_per_s=bytes_per_s)
-        self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all, **of_centre)
+        self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all)
         self._foreground = every_steps is not None
         self._options = _given(every_steps=every_steps, pace_seconds=pace_seconds, core_share=core_share)
         self._waited = [0] * trainers if memory is None else [int(steps) for steps in memory["waited"]]

@@ -1,7 +1,7 @@
 """Transports between the trainers of one process: common rounds, or a centre that each trainer visits independently.
 
 No trainer waits indefinitely. An awaited trainer without a sign of life for `timeout_s` is overdue; signs of life
-are its rounds, its `exchange` calls and its transfers in flight. If a trainer leaves early or is overdue, then with
+are its rounds and its `exchange` calls. If a trainer leaves early or is overdue, then with
 on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with 'drop' rounds continue
 without it, and its contribution to the current round is discarded; with 'replace' they also continue, a successor may
 join in its place, and the end of training waits for the successor until `give_up` is called.
@@ -353,19 +353,14 @@ class AllToAll(Membership):
 
 
 class Centre(Membership):
-    """Transport with in-process synchronisation parameter servers, for EASGD: trainers make rounds independently.
-
-    The tensors are bin-packed over the servers by size. Server bandwidth is emulated: transfers of a server are
-    serialised, and `sync_round` waits for their duration.
+    """Transport with a centre, for EASGD: trainers make rounds with it independently of each other.
 
     Args:
       rule: a rule with a centre.
       parameters: initial parameters of one replica, without a replica axis.
       trainers: n; a trainer that is done waits for all of them.
-      servers: number of servers.
-      bytes_per_s: bandwidth of each server, both directions together; None for no limit.
       timeout_s: seconds that a trainer that is done waits for another without a sign of life. It must exceed the
-        longest time between two `exchange` calls of a trainer; rounds and transfers may take longer.
+        longest time between two `exchange` calls of a trainer; rounds may take longer.
       on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
         join in its place.
       last_round: whether trainers that are done make a last round with the centre and get its parameters.
@@ -382,8 +377,6 @@ class Centre(Membership):
         parameters: PyTree,
         trainers: int = 1,
         *,
-        servers: int = 1,
-        bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
         last_round: bool = True,
@@ -392,16 +385,9 @@ class Centre(Membership):
         super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
         if not rule.has_centre:
             raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        whole_number("servers", servers)
-        if bytes_per_s is not None:
-            real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
         self._tree = with_floating(_on_host(parameters), self._initial)
         self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
         self._turn = threading.Lock()  # held while moving the centre
-        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
-        sizes = [2 * leaf.nbytes for leaf in self._initial]  # both directions
-        places = pack(sizes, servers)
-        self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
 
     @property
     def memory(self) -> PyTree:
@@ -430,9 +416,6 @@ class Centre(Membership):
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
             return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._now()]), True
-        # Transfers come first: a trainer dropped during one must not move the centre.
-        for _ in range(replicas):
-            self._transfer(trainer)
         targets = self._move(trainer, leaves, replicas)
         self._count(trainer)
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
@@ -461,22 +444,6 @@ class Centre(Membership):
                 member.state = "finished" if member.state == "done" else member.state
         self._changed.notify_all()
 
-    def _transfer(self, trainer):
-        """Wait until the slowest server has received and sent its tensors, after transfers queued before."""
-        if self._bytes_per_s is None:
-            return
-        with uninterrupted(), self._changed:
-            self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
-            # A round needs all tensors, so the slowest server decides.
-            until = max(self._free_at)
-        while (left := until - time.monotonic()) > 0:
-            wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
-
-    def _is_hindered(self, trainer):
-        """Raise if a trainer in a transfer no longer takes part; else record a sign of life and return False."""
-        self._taking_part(trainer).seen = time.monotonic()
-        return False
-
 
 def _remembered(fresh, memory, rule):
     """Return the initial shared state of a rule: the memory, which must match the fresh one, or the fresh one."""
@@ -499,29 +466,6 @@ def _on_host(tree):
     is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     copied = lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
     return jax.tree.map(copied, tree)
-
-
-def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
-    """Return when each server will have transferred `sizes` bytes enqueued now, after transfers queued before.
-
-    >>> queued([0.0, 5.0], [10, 10], bytes_per_s=10.0, now=3.0)
-    [4.0, 6.0]
-    """
-    return [max(now, at) + size / bytes_per_s for at, size in zip(free_at, sizes, strict=True)]
-
-
-def pack(sizes: list[int], bins: int) -> list[int]:
-    """Assign items to bins greedily: the largest first, each to the least loaded bin; return the bin of each item.
-
-    >>> pack([1, 5, 3, 3], 2)
-    [0, 0, 1, 1]
-    """
-    load, place = [0] * bins, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        place[number] = load.index(min(load))
-        # Largest first, so that small items at the end even out the loads.
-        load[place[number]] += sizes[number]
-    return place
 
 
 def _contribution(template, before, trainer):

@@ -219,8 +219,6 @@ REFUSED = {
     "core_share=0.0 must be": lambda _: Shadow(meeting(), core_share=0.0),
     "core_share=1.5 must be": lambda _: Shadow(meeting(), core_share=1.5),
     "trainers=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 0),
-    "servers=0 must be a whole number from 1": lambda _: SyncGroup(EASGD, PARAMS, 1, servers=0),
-    "bytes_per_s=0 must be above 0, or None": lambda _: SyncGroup(EASGD, PARAMS, 1, bytes_per_s=0),
     "every_steps=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 1, every_steps=0),
     # Parameters of other shapes.
     r"at \['kernel'\]: it has \(3, 2\), wanted \(3, 3, 2\)": lambda _: exchanged(
