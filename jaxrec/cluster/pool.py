@@ -54,7 +54,7 @@ _POLL_S, _NEWEST_TIMEOUT_S = 0.1, 2.0
 # Errors that the death of another process may cause in a trainer; its successor need not fail again.
 _CAUSED_BY_OTHERS = ("PeerLeft", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
 # Fields of `Progress` that are summed over the incarnations of a trainer.
-_SUMMED = ("examples", "steps", "rounds", "bytes", "waited_for_rows_s", "rows_lost")
+_SUMMED = ("examples", "steps", "rounds", "waited_for_rows_s", "rows_lost")
 
 
 class Failure(NamedTuple):
@@ -82,13 +82,11 @@ class PoolStats(NamedTuple):
     examples_per_s: float
     steps: list[int]  # including repeated ones
     rounds: list[int]
-    bytes: list[int]  # sent and received by synchronisation
     average_sync_gap: list[float]  # steps per round; inf without a round
     waited_for_rows_s: list[float]
     rows_lost: int  # row updates dropped because a server was dead
     replica_spread: float  # of the trainers that are done
     failures: list[Failure]
-    pls: float  # portion of lost samples, over all trainers
 
 
 def summed(before: Progress, now: Progress) -> Progress:
@@ -121,13 +119,11 @@ def stats_of(
         examples_per_s=examples / seconds,
         steps=steps,
         rounds=rounds,
-        bytes=all_of("bytes"),
         average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
         waited_for_rows_s=all_of("waited_for_rows_s"),
         rows_lost=sum(all_of("rows_lost")),
         replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
         failures=list(failures),
-        pls=lost / (examples + lost) if examples + lost else 0.0,
     )
 
 

@@ -117,12 +117,10 @@ class SyncServer:
         self._check(trainer, incarnation)
         return [np.array(leaf) for leaf in found], last
 
-    def heartbeat(self, trainer: int, incarnation: int) -> str:
-        """Record a heartbeat of a trainer; return why it no longer takes part, '' if it does."""
-        if incarnation != self._incarnations[trainer]:
-            return "has a successor" if incarnation < self._incarnations[trainer] else ""
-        self._transport.heartbeat(trainer)
-        return self._transport.exit_reason(trainer)
+    def heartbeat(self, trainer: int, incarnation: int) -> None:
+        """Record a heartbeat of a trainer; ignored if its successor has joined."""
+        if incarnation == self._incarnations[trainer]:
+            self._transport.heartbeat(trainer)
 
     def leave(self, trainer: int, incarnation: int, reason: str) -> None:
         """Remove a trainer, with the reason or ''; ignored if its successor has joined."""
@@ -154,7 +152,6 @@ class SyncClient:
 
     Attributes:
       newest: leaves [R, ...] that the trainer has sent last; None before its first round.
-      waited_s: seconds for which rounds have waited for successors of sync servers.
 
     Raises:
       ValueError: the parameters cannot be synchronised, or not over this number of servers.
@@ -175,7 +172,6 @@ class SyncClient:
         self._changed, self._left = threading.Condition(), False
         self._last_heartbeat = -float("inf")
         self.newest: list[np.ndarray] | None = None
-        self.waited_s = 0.0
 
     def join(self, trainer: int) -> None:
         """Do nothing: the first `sync_round` joins, so that others do not wait for a trainer that compiles its step."""
@@ -254,12 +250,10 @@ class SyncClient:
         return None
 
     def _wait_for_successor(self, number, dead):
-        started_at = time.monotonic()
         with self._changed:
             while self._sync_servers[number] is dead:
                 self._check_left()
                 self._changed.wait(_POLL_S)
-        self.waited_s += time.monotonic() - started_at
 
     def _check_left(self):
         if self._left:

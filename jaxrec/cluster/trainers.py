@@ -67,7 +67,6 @@ class Progress(NamedTuple):
     examples: int = 0  # in the batches before it
     steps: int = 0
     rounds: int = 0
-    bytes: int = 0  # sent and received by synchronisation
     waited_for_rows_s: float = 0.0
     rows_lost: int = 0  # row updates dropped because a server was dead
     lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as the trainer knows
@@ -234,7 +233,7 @@ class TrainerProcess:
         with self._lock:
             return Progress(
                 self._stream.position, self._stream.examples, self._steps,
-                getattr(sync, "rounds", 0), getattr(sync, "bytes", 0),
+                getattr(sync, "rounds", 0),
                 tables.waited_s if tables else 0.0, tables.rows_lost if tables else 0, tables.lost if tables else (),
                 self._state, self._reason,
             )  # fmt: skip

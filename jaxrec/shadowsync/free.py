@@ -85,9 +85,9 @@ class FreeTrainers(EngineBase):
         self._take_state(state)
         self._figures = none = _no_figures(self._replicas)
         if past is not None:
-            if past.keys() != none.keys() or len(past["steps"]) != self._replicas:
+            if len(past["steps"]) != self._replicas:
                 raise ValueError(f"past={past!r:.200} is not what `figures` of {self._replicas} trainers has given.")
-            self._figures = past
+            self._figures = {name: past[name] for name in none}
 
     def _take_state(self, state):
         mesh = _mesh_of(state, self._free_step)
@@ -130,7 +130,7 @@ class FreeTrainers(EngineBase):
         """Return statistics of all stretches as JSON values.
 
         Returns:
-          steps, rounds, bytes: lists with one number per trainer; average_sync_gap: over all trainers, None without a
+          steps, rounds: lists with one number per trainer; average_sync_gap: over all trainers, None without a
           round; replica_spread: at the end of the last stretch, None before the first; batches_lost: batches taken but
           not trained; dropped: one message per dropped trainer and stretch.
         """
@@ -452,14 +452,15 @@ def _first_replica(params: PyTree) -> PyTree:
 
 
 def _no_figures(trainers) -> dict[str, Any]:
-    zeros = {name: [0] * trainers for name in ("steps", "rounds", "bytes")}
+    zeros = {name: [0] * trainers for name in ("steps", "rounds")}
     return zeros | {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
 
 
 def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
     """Add the figures of a stretch to those of past stretches, as JSON values."""
-    lists = ("steps", "rounds", "bytes")
-    sums = {name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in lists}
+    sums = {
+        name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in ("steps", "rounds")
+    }
     steps, rounds = sum(sums["steps"]), sum(sums["rounds"])
     dropped = [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
     return sums | {

@@ -45,7 +45,6 @@ class Round(NamedTuple):
 
     before: list[jax.Array]
     target: list[jax.Array]
-    bytes: int  # sent and received
 
 
 class Synchroniser:
@@ -54,14 +53,13 @@ class Synchroniser:
     Attributes:
       steps: number of `exchange` calls.
       rounds: number of rounds whose results were folded in by `exchange` or `finish`, without those made by `finish`.
-      bytes: bytes of floating leaves sent and received in these rounds.
     """
 
     def __init__(self, transport: Transport, trainer: int):
         self._transport, self._trainer, self._rule = transport, trainer, transport.rule
         self._phase = "has not been entered"
         self._structures: list = []  # tree structure of the last state whose names were checked
-        self.steps = self.rounds = self.bytes = 0
+        self.steps = self.rounds = 0
 
     @property
     def average_sync_gap(self) -> float:
@@ -208,17 +206,14 @@ class Synchroniser:
         return self._transport.sync_round(self._trainer, before, done)
 
     def _round_of(self, live) -> Round:
-        before = live.to_host()
-        target, _ = self._meet(before)
-        moved = sum(leaf.nbytes for leaf in (*before, *target))
-        return Round(live.leaves, live.from_host(target), moved)
+        target, _ = self._meet(live.to_host())
+        return Round(live.leaves, live.from_host(target))
 
     def _folded(self, live, result):
         """Count a round and return the leaves with its result folded in; unchanged leaves if there is none."""
         if result is None:
             return live.leaves
         self.rounds += 1
-        self.bytes += result.bytes
         # The leaves may have moved to other devices since the round began.
         return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
 
