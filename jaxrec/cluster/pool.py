@@ -37,9 +37,9 @@ import numpy as np
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Checkpointer, images, newest, restore_shards
 from jaxrec.checkpoint.format import number_of
-from jaxrec.cluster.processes import ActorHandle, Process, ServerHandle, packed
+from jaxrec.cluster.processes import Handle, Process, packed
 from jaxrec.cluster.runtime import Cluster
-from jaxrec.cluster.servers import RayServer
+from jaxrec.cluster.servers import RayServer, ServerHandle
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
 from jaxrec.cluster.sync_servers import SyncServer, assign_leaves
 from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examples_in
@@ -268,7 +268,7 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = Process(TrainerProcess, 4, self._resources, name)
+        one = Process(TrainerProcess, name, resources=self._resources)
         cores = None if self._cores is None else list(self._cores[number])
         one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
@@ -345,9 +345,8 @@ class TrainerPool:
     def _check_servers(self, running):
         for server, reason in self._tables.restore_lost(self._beside_rows).items():
             self._record_failure("server", server.index, reason)
-            handle = ServerHandle(server.actor, str(server))
             for number in running:
-                self._trainers[number].handle.call("replace_server", handle, server.shards, reason)
+                self._trainers[number].handle.call("replace_server", server.handle, server.shards, reason)
 
     def _record_failure(self, kind, number, reason):
         self.failures.append(Failure(kind, number, reason, time.monotonic() - self._started_at))
@@ -409,7 +408,7 @@ class SyncServers:
         self._servers = [self._start_server(number, self._initial) for number in range(len(self._assigned))]
 
     @property
-    def handles(self) -> list[ActorHandle]:
+    def handles(self) -> list[Handle]:
         """Handle to each server."""
         return [server.handle for server in self._servers]
 
@@ -440,7 +439,7 @@ class SyncServers:
         """
         dead = {}
         for number, server in enumerate(self._servers):
-            server.poll("process_id")
+            server.poll("process_info")
             if reason := server.death_reason(self._timeout_s):
                 server.kill()
                 dead[number] = reason
@@ -469,10 +468,8 @@ class SyncServers:
 
     def _start_server(self, number, leaves):
         threads = 2 * self._trainers + 8  # for calls that wait in a round, and others meanwhile
-        mine = [leaves[leaf] for leaf in self._assigned[number]]
-        return Process(
-            SyncServer, threads, None, f"sync server {number}", self._rule, mine, self._trainers, self._timeout_s
-        )
+        args = self._rule, [leaves[leaf] for leaf in self._assigned[number]], self._trainers, self._timeout_s
+        return Process(SyncServer, f"sync server {number}", args, threads)
 
 
 class PoolTables:
@@ -503,7 +500,7 @@ class PoolTables:
     @property
     def handles(self) -> list[ServerHandle]:
         """Handles to the servers that the tables use."""
-        return [ServerHandle(server.actor, str(server)) for server in self._servers.in_use]
+        return [server.handle for server in self._servers.in_use]
 
     def mark_lost(self, lost: Sequence[int]) -> None:
         """Mark shards as lost that a trainer reports, unless their server answers."""

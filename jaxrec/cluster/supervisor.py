@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.cluster.processes import Process
 from jaxrec.cluster.runtime import Cluster, import_ray
-from jaxrec.cluster.servers import RayServer, ServerConfig, StandbyProcess
+from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import ServerGone, deal
 from jaxrec.embedding.spec import EmbeddingSpec
@@ -87,7 +88,7 @@ class Supervisor:
         most_deaths: int = 8, within_minutes: float = 10.0, client: str | None = None,
         resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
-        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[StandbyProcess]()
+        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
         self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
         self.deaths: list[Death] = []
         self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
@@ -101,7 +102,7 @@ class Supervisor:
             with _probe(path) as name:
                 for index, shards in enumerate(deal(spec.shards, servers)):
                     config = self._config._replace(probe=name)
-                    self._servers.append(RayServer(config, index, shards, 1, resources))
+                    self._servers.append(RayServer(config, index, shards, 1, server_process(resources)))
                 for server in self._servers:
                     server.wait(start_timeout_s)
             self._start_spares()
@@ -129,12 +130,7 @@ class Supervisor:
     @property
     def spares(self) -> list[int]:
         """Process ids of the standby processes, after waiting until all have started."""
-        return [spare.pid(self._start_timeout_s) for spare in self._spares]
-
-    @property
-    def addresses(self) -> list[str]:
-        """Address of each server's machine."""
-        return [server.address for server in self._in_use]
+        return [spare.info.result(self._start_timeout_s).pid for spare in self._spares]
 
     @property
     def in_use(self) -> list[RayServer]:
@@ -198,7 +194,7 @@ class Supervisor:
         with self._lock:
             living = [spare for spare in self._spares if not spare.death_reason()]
             more = 0 if self._closed.is_set() else self._number_of_spares - len(living)
-            self._spares = living + [StandbyProcess(self._resources) for _ in range(more)]
+            self._spares = living + [server_process(self._resources) for _ in range(more)]
 
     def _take_spare(self):
         """Return a living standby process or None; the caller holds the lock."""
@@ -239,9 +235,8 @@ class Supervisor:
             self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
-        self._servers[index] = RayServer(
-            self._config, index, dead.shards, dead.incarnation + 1, self._resources, self._take_spare()
-        )
+        process = self._take_spare() or server_process(self._resources)
+        self._servers[index] = RayServer(self._config, index, dead.shards, dead.incarnation + 1, process)
 
     def _too_many(self):
         recent = [death for death in self.deaths if death.at > time.monotonic() - self._within_s]

@@ -12,12 +12,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.embedding.servers import Answer, ServerGone
+from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync.params import floating, initial_leaves, with_floating
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft
@@ -25,13 +25,6 @@ from jaxrec.types import PyTree
 
 _POLL_S = 0.2  # longest delay until a waiting client notices that its trainer has left
 _HEARTBEATS_PER_TIMEOUT = 8
-
-
-class SyncServerHandle(Protocol):
-    """Handle to a `SyncServer`; each transport of messages implements it."""
-
-    def call(self, method: str, *args) -> Answer:
-        """Call a method of the server; return a future of its result."""
 
 
 def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[list[int]]:
@@ -147,7 +140,8 @@ class SyncClient:
       rule, parameters: as for `AllToAll` and `Centre`, the same for all trainers.
       trainer: number of the trainer, in 0..n-1.
       incarnation: 1, or one more than that of the trainer that it replaces.
-      sync_servers: handles to all sync servers, in the order of `assign_leaves`.
+      sync_servers: handles to all sync servers, in the order of `assign_leaves`: `call(method, *args)` calls a method
+        of `SyncServer` and returns a future `Answer`.
       timeout_s: `timeout_s` of the servers.
 
     Attributes:
@@ -161,13 +155,13 @@ class SyncClient:
 
     def __init__(
         self, rule: Rule, parameters: PyTree, trainer: int, incarnation: int,
-        sync_servers: Sequence[SyncServerHandle], timeout_s: float,
+        sync_servers: Sequence[Any], timeout_s: float,
     ):  # fmt: skip
         self.rule, self.timeout_s = rule, float(timeout_s)
         self.template, initial = initial_leaves(parameters)
         self._assigned = assign_leaves([leaf.nbytes for leaf in initial], rule, len(sync_servers))
         self._me, self._sync_servers = (trainer, incarnation), list(sync_servers)
-        self._joined: list[SyncServerHandle | None] = [None] * len(sync_servers)
+        self._joined: list[Any] = [None] * len(sync_servers)
         self._final: list[list | None] = [None] * len(sync_servers)  # targets of each server's last round
         self._changed, self._left = threading.Condition(), False
         self._last_heartbeat = -float("inf")
@@ -194,7 +188,7 @@ class SyncClient:
             self._changed.notify_all()
         self._send("leave", f"{type(error).__name__}: {str(error)[:200]}" if error is not None else "")
 
-    def replace(self, number: int, server: SyncServerHandle) -> None:
+    def replace(self, number: int, server: Any) -> None:
         """Replace a dead sync server by its successor, with which a waiting round then continues."""
         with self._changed:
             self._sync_servers[number] = server
