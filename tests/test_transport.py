@@ -93,10 +93,12 @@ def summing(act):
     """A rule whose centre sums the parameters it gets, after a call of `act` on them."""
 
     def combine(centre, brought):
-        act(brought)
-        return centre + brought, centre
+        for leaf in brought:
+            act(leaf)
+        return [one + other for one, other in zip(centre, brought, strict=True)], centre
 
-    return Rule("sum", True, np.array, combine, lambda live, before, target: live)
+    init = lambda leaves: [np.array(leaf) for leaf in leaves]
+    return Rule("sum", True, init, combine, lambda live, before, target: live)
 
 
 def test_a_combine_that_raises_between_two_leaves_leaves_the_centre_as_it_was():

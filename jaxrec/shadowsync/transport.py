@@ -88,26 +88,62 @@ class Membership:
     """Base class of transports that tracks which trainers have joined, left, finished or been lost.
 
     `_changed` guards all fields except `Member.seen`.
+
+    Args:
+      rule: synchronisation rule, whose shared state the transport holds once for all trainers.
+      parameters: initial parameters of one replica, without a replica axis.
+      trainers: n; a trainer that is done waits for all of them.
+      timeout_s: seconds to wait for a trainer without a sign of life. It must exceed the longest time between two
+        `exchange` calls of a trainer, compilation included; rounds may be rarer.
+      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
+        join in its place.
+      last_round: whether trainers that are done are brought together in a last round.
+      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
+
+    Raises:
+      ValueError: the rule is of another transport; an argument is out of range; the parameters cannot be synchronised;
+        the memory belongs to another rule or to other parameters.
     """
+
+    has_centre: bool  # of its rules
 
     def __init__(
         self,
         rule: Rule,
         parameters: PyTree,
-        trainers: int,
-        timeout_s: float,
-        on_failure: str,
-        last_round: bool,
+        trainers: int = 1,
+        *,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
+        last_round: bool = True,
+        memory: PyTree | None = None,
     ):
+        if rule.has_centre != self.has_centre:
+            needs, other = ("with", "AllToAll") if self.has_centre else ("without", "Centre")
+            raise ValueError(
+                f"{type(self).__name__} needs a rule {needs} a centre, got {rule.describe()}: use {other}."
+            )
         whole_number("trainers", trainers)
         self.timeout_s = float(real_number("timeout_s", timeout_s, "above 0 and finite", is_positive))
         if on_failure not in ("raise", "drop", "replace"):
             raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")
         self.rule, self.on_failure, self.last_round = rule, on_failure, last_round
         self.template, self._initial = initial_leaves(parameters)
+        self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
         # All members exist from the start, so that a trainer that never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
+        self._prepare(parameters)
+
+    def _prepare(self, parameters: PyTree) -> None:
+        """Create the fields of a subclass."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> PyTree:
+        """Shared state of the rule as NumPy arrays: the centre, or global model and momentum of BMUF; else empty."""
+        with uninterrupted(), self._changed:
+            return jax.tree.map(np.array, self._shared)
 
     def join(self, trainer: int) -> None:
         """Register a trainer, or its successor; a transport serves a single training.
@@ -251,47 +287,16 @@ class Membership:
 class AllToAll(Membership):
     """Transport with common rounds of all trainers, for rules that combine the mean over all replicas.
 
-    Args:
-      rule: model averaging or BMUF; the transport holds its shared state once for all trainers.
-      parameters: initial parameters of one replica, without a replica axis; the initial global model of BMUF.
-      trainers: n; a round waits for all of them until all are done.
-      timeout_s: seconds that a round waits for a trainer without a sign of life. It must exceed the longest time
-        between two `exchange` calls of a trainer, compilation included; rounds may be rarer.
-      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
-        join in its place.
-      last_round: whether trainers that are done are brought together in a last round.
-      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
-
-    Raises:
-      ValueError: the rule has a centre; another argument is out of range; the parameters cannot be synchronised; the
-        memory belongs to another rule or to other parameters.
+    A round waits for all trainers until all are done. Arguments: see `Membership`.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        parameters: PyTree,
-        trainers: int = 1,
-        *,
-        timeout_s: float = 60.0,
-        on_failure: str = "raise",
-        last_round: bool = True,
-        memory: PyTree | None = None,
-    ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
-        if rule.has_centre:
-            raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
-        self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
+    has_centre = False
+
+    def _prepare(self, parameters):
         self._contributions: dict[int, tuple[list, bool]] = {}  # trainer -> leaves and `done` in the current round
         self._round = 0
         self._target: list[np.ndarray] = []  # target of the last completed round
         self._last = False
-
-    @property
-    def memory(self) -> PyTree:
-        """Shared state of the rule as NumPy arrays: global model and momentum of BMUF, empty for model averaging."""
-        with uninterrupted(), self._changed:
-            return jax.tree.map(np.array, self._shared)
 
     @property
     def parameters(self) -> list[np.ndarray]:
@@ -355,49 +360,19 @@ class AllToAll(Membership):
 class Centre(Membership):
     """Transport with a centre, for EASGD: trainers make rounds with it independently of each other.
 
-    Args:
-      rule: a rule with a centre.
-      parameters: initial parameters of one replica, without a replica axis.
-      trainers: n; a trainer that is done waits for all of them.
-      timeout_s: seconds that a trainer that is done waits for another without a sign of life. It must exceed the
-        longest time between two `exchange` calls of a trainer; rounds may take longer.
-      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
-        join in its place.
-      last_round: whether trainers that are done make a last round with the centre and get its parameters.
-      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
-
-    Raises:
-      ValueError: the rule has no centre; another argument is out of range; the parameters cannot be synchronised; the
-        memory belongs to another rule or to other parameters.
+    Arguments: see `Membership`.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        parameters: PyTree,
-        trainers: int = 1,
-        *,
-        timeout_s: float = 60.0,
-        on_failure: str = "raise",
-        last_round: bool = True,
-        memory: PyTree | None = None,
-    ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
-        if not rule.has_centre:
-            raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        self._tree = with_floating(_on_host(parameters), self._initial)
-        self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
-        self._turn = threading.Lock()  # held while moving the centre
+    has_centre = True
 
-    @property
-    def memory(self) -> PyTree:
-        """Leaves of the centre as NumPy arrays, in float32 or wider, in the order of the template."""
-        return self._now()
+    def _prepare(self, parameters):
+        self._tree = with_floating(_on_host(parameters), self._initial)
+        self._turn = threading.Lock()  # held while moving the centre
 
     @property
     def parameters(self) -> PyTree:
         """Current centre in the structure and dtypes of the initial parameters, including their other leaves."""
-        pairs = zip(self._now(), self._initial, strict=True)
+        pairs = zip(self._shared, self._initial, strict=True)
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
@@ -415,7 +390,7 @@ class Centre(Membership):
                 self._end_if_complete()
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
-            return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._now()]), True
+            return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._shared]), True
         targets = self._move(trainer, leaves, replicas)
         self._count(trainer)
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
@@ -424,19 +399,15 @@ class Centre(Membership):
         """Return the targets of each replica; move the centre at the end, if the trainer still takes part."""
         # Not under `_changed`: a rule may compute for long, while others must be able to give signs of life.
         with uninterrupted(), self._turn:
-            centre, targets = self._centre, []
+            centre, targets = self._shared, []
             for replica in range(replicas):
-                pairs = [self.rule.combine(c, leaf[replica]) for c, leaf in zip(centre, leaves, strict=True)]
-                centre = [moved for moved, _ in pairs]
-                targets.append([target for _, target in pairs])
+                centre, target = self.rule.combine(centre, [leaf[replica] for leaf in leaves])
+                targets.append(target)
             with self._changed:
                 self._taking_part(trainer)
                 # A single assignment of new arrays, so that readers without the lock see one version.
-                self._centre = centre
+                self._shared = centre
         return targets
-
-    def _now(self):
-        return [np.array(leaf) for leaf in self._centre]
 
     def _end_if_complete(self):
         if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
