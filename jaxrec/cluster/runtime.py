@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrec.bounds import whole_number
 from jaxrec.cluster import reaper
 from jaxrec.files import local_path
 
@@ -37,6 +36,7 @@ _LOCAL = {
 # Largest value, in bytes, that travels inside a message. A larger one goes through shared memory that a third process
 # manages: a read of 24,000 rows from two servers took a third longer that way.
 _INLINE = 2 << 20
+_STORE = 256 << 20  # bytes of that shared memory
 # The signals of Ctrl-C and of a closed terminal are for the driver, which saves while its servers still run.
 _NOT_FOR_RAY = (signal.SIGINT, signal.SIGHUP)
 _OURS = (signal.SIGINT, signal.SIGTERM)
@@ -68,11 +68,10 @@ class Cluster:
     Args:
       address: address of a running cluster, 'auto' (on this machine) or such as '10.0.0.1:6379'; None starts a cluster
         on this machine, which ends with the block or with this process.
-      object_store_bytes: shared memory for messages, in bytes.
       advice: how to resume, printed if Ray itself dies, which then ends this process at once.
       log_directory: directory into which Ray's logs are copied at the end; None to discard them.
 
-    The last three apply to a cluster that is started here.
+    The last two apply to a cluster that is started here.
 
     Raises:
       ValueError: the address is malformed. On entering: authentication is switched off (by `RAY_AUTH_MODE`), there is
@@ -81,13 +80,8 @@ class Cluster:
       ModuleNotFoundError: on entering: Ray is not installed.
     """
 
-    def __init__(
-        self, address: str | None = None, object_store_bytes: int = 256 << 20, advice: str = "",
-        log_directory: str | Path | None = None,
-    ):  # fmt: skip
+    def __init__(self, address: str | None = None, advice: str = "", log_directory: str | Path | None = None):
         self.address = None if address is None else _checked_address(address)
-        # Ray's minimum is 75 MiB.
-        self._object_store_bytes = whole_number("object_store_bytes", object_store_bytes, 80 << 20)
         self._open, self._entered = contextlib.ExitStack(), False
         self._advice, self._logs = advice, "" if log_directory is None else str(local_path(log_directory).resolve())
         self._notify_reaper: Callable[[bytes], object] = lambda event: None
@@ -154,7 +148,7 @@ class Cluster:
         opened.callback(_end_reaper, process)
         options = {
             "address": "local", "num_cpus": 0, "include_dashboard": False, "_temp_dir": directory,
-            "object_store_memory": self._object_store_bytes, "_system_config": {"max_direct_call_object_size": _INLINE},
+            "object_store_memory": _STORE, "_system_config": {"max_direct_call_object_size": _INLINE},
         }  # fmt: skip
         # Not RAY_AUTH_MODE: Ray sets it when it starts, even in a process that has imported Ray before.
         return options, _LOCAL | {reaper.MARK: directory, "RAY_AUTH_TOKEN": _TOKEN}

@@ -28,6 +28,7 @@ from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
 
 _POLL_S = 0.2  # longest delay until the thread notices that it must end
+_MINUTES = 10  # in which `most_deaths` are tolerated
 _SECONDS = "a number of seconds above 0 and finite"
 
 
@@ -66,8 +67,7 @@ class Supervisor:
       timeout_s: seconds in which a server must answer a call, else it counts as dead; longer than it takes to save or
         restore all of its rows.
       start_timeout_s: seconds for a process to start, and as many again for its initial rows.
-      most_deaths: tolerated deaths of all servers together within `within_minutes`; one more ends the run.
-      within_minutes: length of this interval, in minutes.
+      most_deaths: tolerated deaths of all servers together within ten minutes; one more ends the run.
       client: name of this client at the servers, such as the id of the run; a random one if None.
       resources: Ray resources that select each server's machine, such as {'rows': 1}; None for any machine.
       spares: standby processes, in which a successor begins without waiting for a start; about 300 MB each.
@@ -85,11 +85,13 @@ class Supervisor:
     def __init__(
         self, cluster: Cluster, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: int = 2,
         directory: str | Path | None = None, timeout_s: float = 60.0, start_timeout_s: float = 60.0,
-        most_deaths: int = 8, within_minutes: float = 10.0, client: str | None = None,
-        resources: dict[str, float] | None = None, spares: int = 0,
+        most_deaths: int = 8, client: str | None = None, resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
         self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
-        self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
+        real_number("timeout_s", timeout_s, _SECONDS, is_positive)
+        self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
+        self._most_deaths = whole_number("most_deaths", most_deaths, 0)
+        cluster.check_entered()
         self.deaths: list[Death] = []
         self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
         self._given_up: GivenUp | None = None
@@ -113,14 +115,6 @@ class Supervisor:
         self._in_use = [*self._servers]
         cluster.before_end(self.close)
         self._thread.start()
-
-    def _check(self, cluster, timeout_s, start_timeout_s, most_deaths, within_minutes):
-        real_number("timeout_s", timeout_s, _SECONDS, is_positive)
-        self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
-        self._most_deaths = whole_number("most_deaths", most_deaths, 0)
-        rule = "a number of minutes above 0 and finite"
-        self._within_s = 60 * real_number("within_minutes", within_minutes, rule, is_positive)
-        cluster.check_entered()
 
     @property
     def processes(self) -> list[int | None]:
@@ -239,14 +233,14 @@ class Supervisor:
         self._servers[index] = RayServer(self._config, index, dead.shards, dead.incarnation + 1, process)
 
     def _too_many(self):
-        recent = [death for death in self.deaths if death.at > time.monotonic() - self._within_s]
+        recent = [death for death in self.deaths if death.at > time.monotonic() - _MINUTES * 60]
         if len(recent) <= self._most_deaths:
             return None
         last = recent[-1]
         return GivenUp(
-            f"{len(recent)} deaths of servers within {self._within_s / 60:g} minutes, above "
-            f"most_deaths={self._most_deaths}; the last one of server {last.server} (incarnation {last.incarnation}): "
-            f"{last.reason}. Look at its machine, then go on from the last save."
+            f"{len(recent)} deaths of servers within {_MINUTES} minutes, above most_deaths={self._most_deaths}; the "
+            f"last one of server {last.server} (incarnation {last.incarnation}): {last.reason}. Look at its machine, "
+            "then go on from the last save."
         )
 
     # ---- the thread
