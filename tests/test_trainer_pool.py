@@ -147,7 +147,7 @@ def test_without_a_rule_there_are_no_rounds_and_cores_are_kept(cluster):
     ("options", "words"),
     [
         ({"trainers": 0}, "trainers=0"),
-        ({"cores": [[0]]}, "cores has 1 lists, but there are 2 trainers"),
+        ({"cores": [[0]]}, r"cores=\[\[0\]\] is of 1 trainers, and there are 2"),
         ({"sync_servers": 2}, "takes at most 1"),
         ({"save_every_seconds": 1.0}, "needs a directory to save into"),
         ({"timeout_s": 0}, "timeout_s=0"),

@@ -58,19 +58,12 @@ _SUMMED = ("examples", "steps", "rounds", "waited_for_rows_s", "rows_lost")
 
 
 class Failure(NamedTuple):
-    """Death of a process.
+    """Death of a process."""
 
-    Attributes:
-      kind: 'trainer', 'server' or 'sync server'.
-      number: its number among those of its kind, from 0.
-      reason: description for logs and errors.
-      at_s: time of detection, in seconds since the start of the pool.
-    """
-
-    kind: str
-    number: int
+    kind: str  # 'trainer', 'server' or 'sync server'
+    number: int  # among those of its kind, from 0
     reason: str
-    at_s: float
+    at_s: float  # time of detection, in seconds since the start of the pool
 
 
 class PoolStats(NamedTuple):
@@ -90,41 +83,8 @@ class PoolStats(NamedTuple):
 
 
 def summed(before: Progress, now: Progress) -> Progress:
-    """Return the progress of an incarnation, with the sums of the previous ones added.
-
-    >>> summed(Progress(position=9, steps=9), Progress(position=12, steps=3)).steps
-    12
-    """
+    """Return the progress of an incarnation, with the sums of the previous ones added."""
     return now._replace(**{name: getattr(before, name) + getattr(now, name) for name in _SUMMED})
-
-
-def stats_of(
-    progress: Sequence[Progress], lost: int, seconds: float, params: Sequence[PyTree], failures: Sequence[Failure]
-) -> PoolStats:
-    """Return the statistics of a run.
-
-    Args:
-      progress: progress of each trainer, summed over its incarnations.
-      lost: number of lost examples.
-      seconds: duration of the run.
-      params: parameters of each trainer that is done, leaves [1, ...].
-      failures: all deaths.
-    """
-    all_of = lambda name: [getattr(one, name) for one in progress]
-    examples, steps, rounds = sum(all_of("examples")), all_of("steps"), all_of("rounds")
-    return PoolStats(
-        examples=examples,
-        examples_lost=lost,
-        seconds=seconds,
-        examples_per_s=examples / seconds,
-        steps=steps,
-        rounds=rounds,
-        average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
-        waited_for_rows_s=all_of("waited_for_rows_s"),
-        rows_lost=sum(all_of("rows_lost")),
-        replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
-        failures=list(failures),
-    )
 
 
 class TrainerPool:
@@ -235,8 +195,29 @@ class TrainerPool:
         if not self._params:
             raise GivenUp(f"all trainers were given up: {next(iter(self._given_up.values()))}")
         seconds, params = time.monotonic() - self._started_at, [self._params[n] for n in sorted(self._params)]
-        progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
-        return params, stats_of(progress, self._examples_lost(), seconds, params, self.failures)
+        return params, self._stats(seconds, params)
+
+    def _stats(self, seconds, params):
+        progress = self._summed_progress()
+        all_of = lambda name: [getattr(one, name) for one in progress]
+        examples, steps, rounds = sum(all_of("examples")), all_of("steps"), all_of("rounds")
+        return PoolStats(
+            examples=examples,
+            examples_lost=self._examples_lost(),
+            seconds=seconds,
+            examples_per_s=examples / seconds,
+            steps=steps,
+            rounds=rounds,
+            average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
+            waited_for_rows_s=all_of("waited_for_rows_s"),
+            rows_lost=sum(all_of("rows_lost")),
+            replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
+            failures=list(self.failures),
+        )
+
+    def _summed_progress(self):
+        """Return the progress of each trainer over all its incarnations."""
+        return [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
 
     def save(self) -> None:
         """Save an image now, and wait for it.
@@ -254,7 +235,7 @@ class TrainerPool:
           OSError: no process has parameters that answer for these positions.
         """
         # The positions first: a batch may be trained twice after a restore, and none is left out.
-        progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
+        progress = self._summed_progress()
         positions = {"positions": [one.position for one in progress], "examples": sum(one.examples for one in progress)}
         leaves = self._sync_servers.leaves() or self._newest_leaves()
         if leaves is None and self._work.rule is not None and positions["examples"]:
@@ -361,12 +342,9 @@ def _check(cluster, work, trainers, cores, positions, directory, save_every_seco
     cluster.check_entered()
     whole_number("trainers", trainers)
     whole_number("work.workers", work.workers)
-    if cores is not None and len(cores) != trainers:
-        raise ValueError(f"cores has {len(cores)} lists, but there are {trainers} trainers: give one list per trainer.")
-    if positions is not None and len(positions) != trainers:
-        raise ValueError(f"positions={list(positions)}, but there are {trainers} trainers: give one for each.")
-    if not callable(work.batches):
-        raise ValueError("work.batches must be a function (trainer, trainers) -> (start -> iterator of batches).")
+    for name, given in (("cores", cores), ("positions", positions)):
+        if given is not None and len(given) != trainers:
+            raise ValueError(f"{name}={given} is of {len(given)} trainers, and there are {trainers}.")
     if save_every_seconds is not None:
         real_number("save_every_seconds", save_every_seconds, "a number of seconds above 0 and finite", is_positive)
         if directory is None:
@@ -383,18 +361,7 @@ def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
 
 
 class SyncServers:
-    """The sync servers of a pool: processes with a `SyncServer` each.
-
-    Args:
-      rule: synchronisation rule; None for no servers.
-      initial: initial floating leaves of one replica.
-      trainers: n.
-      sync_servers: number of servers.
-      timeout_s: seconds after which a server that does not answer counts as dead.
-
-    Raises:
-      ValueError: the rule does not permit this number of servers.
-    """
+    """The sync servers of a pool: processes with a `SyncServer` each; none without a rule."""
 
     def __init__(
         self, rule: Rule | None, initial: Sequence[np.ndarray], trainers: int, sync_servers: int, timeout_s: float
@@ -428,14 +395,11 @@ class SyncServers:
         return [found[leaf] for leaf in range(len(self._initial))] if found else None
 
     def replace_dead(self, newest: Callable[[], list[np.ndarray] | None], absent: Iterable[int]) -> dict[int, str]:
-        """Start successors of dead servers.
+        """Start successors of dead servers; return {number of the server: reason of its death}.
 
         Args:
           newest: returns the leaves that successors start with, or None for the initial ones.
           absent: numbers of trainers that are done or given up.
-
-        Returns:
-          {number of the server: reason of its death}.
         """
         dead = {}
         for number, server in enumerate(self._servers):
@@ -473,14 +437,9 @@ class SyncServers:
 
 
 class PoolTables:
-    """The shard servers of a pool, whose deaths trainers detect before the driver does.
+    """The shard servers of a pool, whose deaths trainers detect before the driver does, and the images of their rows.
 
-    Args:
-      servers: supervisor of the shard servers.
-      directory: directory of images; None for none.
-      save_every_seconds: interval between saves; None to not save.
-      params: parameters of one replica, as a template of those in an image.
-      run: run id of the images; that of the directory, or a new one, if None.
+    `params`, parameters of one replica, are a template of those in an image.
     """
 
     def __init__(
@@ -520,14 +479,10 @@ class PoolTables:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
 
         Args:
-          beside_rows: returns what an image holds beside the rows: the floating leaves of one replica, or None for the
-            initial ones, and further values; raises OSError if there are none.
+          beside_rows: `TrainerPool._beside_rows`; leaves None are the initial ones.
 
         Returns:
           {successor: reason of the death}.
-
-        Raises:
-          GivenUp: there were too many deaths.
         """
         lost, before = self._servers.tables.lost, self._servers.in_use
         if not lost:
@@ -543,11 +498,7 @@ class PoolTables:
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
 
     def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
-        """Save an image now, and wait for it; `beside_rows` as for `restore_lost`.
-
-        Raises:
-          ValueError, OSError: as for `TrainerPool.save`.
-        """
+        """As `TrainerPool.save`."""
         if self._saver is None:
             raise ValueError("this pool does not save: give directory= and save_every_seconds=.")
         if self._saving is not None:

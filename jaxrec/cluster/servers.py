@@ -12,19 +12,12 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout
 
 
 class ServerConfig(NamedTuple):
-    """Arguments of a server, besides its shards.
-
-    Attributes:
-      spec: the tables.
-      layout: parts and widths of their stacks.
-      directory: directory of the run's checkpoints, which the server must see; None if nothing is saved.
-      probe: name of a file in the directory that proves it; '' for successors, which are not checked.
-    """
+    """Arguments of a server, besides its shards."""
 
     spec: EmbeddingSpec
     layout: Layout
-    directory: Path | None = None
-    probe: str = ""
+    directory: Path | None = None  # of the run's checkpoints, which the server must see; None if nothing is saved
+    probe: str = ""  # name of a file in it that proves that; '' for successors, which are not checked
 
 
 class ServerActor:

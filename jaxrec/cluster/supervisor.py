@@ -37,19 +37,12 @@ class GivenUp(OSError):
 
 
 class Death(NamedTuple):
-    """Death of a server.
+    """Death of a server."""
 
-    Attributes:
-      server: its index, in 0..P-1.
-      incarnation: the incarnation that died.
-      reason: description for logs and errors.
-      at: time of detection, in seconds of `time.monotonic`.
-    """
-
-    server: int
+    server: int  # its index, in 0..P-1
     incarnation: int
     reason: str
-    at: float
+    at: float  # time of detection, in seconds of `time.monotonic`
 
 
 class Supervisor:

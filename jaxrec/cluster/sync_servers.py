@@ -28,18 +28,9 @@ _HEARTBEATS_PER_TIMEOUT = 8
 
 
 def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[list[int]]:
-    """Distribute leaves over sync servers, by size.
+    """Distribute leaves over sync servers by their sizes in bytes; return the indices of the leaves of each server.
 
-    Args:
-      sizes: size of each leaf, in bytes.
-      rule: synchronisation rule.
-      sync_servers: number of servers; 1 for a rule without a centre, whose rounds need all leaves.
-
-    Returns:
-      Indices of the leaves of each server.
-
-    Raises:
-      ValueError: there are more servers than the rule or the leaves permit.
+    A rule without a centre takes one server, as its rounds need all leaves.
 
     >>> from jaxrec.shadowsync.rules import easgd
     >>> assign_leaves([1, 5, 3, 3], easgd(), 2)
@@ -69,14 +60,8 @@ def pack(sizes: list[int], bins: int) -> list[int]:
 class SyncServer:
     """A transport between trainers in other processes, in which a successor can replace a dead trainer.
 
-    Args:
-      rule: synchronisation rule.
-      leaves: initial floating leaves of one replica that this server synchronises.
-      trainers: n.
-      timeout_s: seconds without a heartbeat after which a round no longer waits for a trainer.
-
-    Raises:
-      ValueError: as `AllToAll` and `Centre`.
+    `leaves` are the initial floating leaves of one replica that this server synchronises; arguments as for `AllToAll`
+    and `Centre`.
     """
 
     def __init__(self, rule: Rule, leaves: Sequence[np.ndarray], trainers: int, timeout_s: float):

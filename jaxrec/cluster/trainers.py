@@ -126,13 +126,9 @@ def examples_in(batch: Batch) -> int:
 class RetryingTables(RemoteTables):
     """`RemoteTables` whose reads wait for the successor of a dead server, and whose `add` drops updates to its rows.
 
-    Args:
-      args, more: as for `RemoteTables`.
-      retry_timeout_s: maximum seconds for which a read waits for successors.
-
     Attributes:
       rows_lost: number of row updates dropped.
-      waited_s: seconds for which reads have waited.
+      waited_s: seconds for which reads have waited for successors, each at most `retry_timeout_s`.
     """
 
     def __init__(self, *args: Any, retry_timeout_s: float = 300.0, **more: Any):
@@ -141,11 +137,7 @@ class RetryingTables(RemoteTables):
         self.rows_lost, self.waited_s = 0, 0.0
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Read rows, see `RemoteTables.read`; wait while a server is dead.
-
-        Raises:
-          ShardsLost: there was no successor within `retry_timeout_s`.
-        """
+        """Read rows, see `RemoteTables.read`; wait while a server is dead."""
         started_at = None
         while True:
             try:
@@ -212,14 +204,11 @@ class TrainerProcess:
 
         Args:
           work: work of the pool, possibly `packed`.
-          number, trainers: number of this trainer, in 0..n-1, and n.
-          incarnation: 1, or one more than that of the trainer that it replaces.
+          number, trainers, incarnation: of this trainer.
           start: number of the first batch.
           params: initial floating leaves; None for those of `work.params`.
-          servers: handles to the shard servers.
-          sync_servers: handles to the sync servers.
+          servers, sync_servers: handles, which must answer within `timeout_s`.
           client: name of this trainer at the shard servers.
-          timeout_s: seconds in which shard servers and sync servers must answer.
           cores: numbers of the cores that its threads may use; None for all.
         """
         self._stream = Stream(iter(()), start)  # so that `progress` never reports less than the previous incarnation
