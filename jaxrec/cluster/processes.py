@@ -30,12 +30,7 @@ _LONGEST_REASON = 300  # characters of an error message of Ray
 
 
 class RayAnswer:
-    """`Answer` to a call of a Ray actor.
-
-    Args:
-      reference: Ray's object reference to the result.
-      name: name of the answering process, for error messages.
-    """
+    """`Answer` to a call of a Ray actor, from Ray's reference to the result and the name of its process."""
 
     def __init__(self, reference: Any, name: str):
         self._reference, self._name = reference, name

@@ -43,11 +43,7 @@ _OURS = (signal.SIGINT, signal.SIGTERM)
 
 
 def import_ray() -> Any:
-    """Import Ray, which only clusters need; return its module.
-
-    Raises:
-      ModuleNotFoundError: Ray is not installed; the message names the extra.
-    """
+    """Import Ray, which only clusters need; return its module."""
     # Else a call after the end of a cluster would silently start another one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
@@ -101,15 +97,12 @@ class Cluster:
             _refuse_without_token(self.address)
             self._notify_reaper(reaper.BEGUN)
             opened.callback(self._notify_reaper, reaper.ENDING)
-            self._watch_essential(opened)
+            self._essential = reaper.essential(self._directory) if self._directory else {}
+            for file in self._essential:
+                opened.callback(os.close, file)
+            opened.callback(self._essential.clear)
             self._open, self._entered = opened.pop_all(), True
         return self
-
-    def _watch_essential(self, opened):
-        self._essential = reaper.essential(self._directory) if self._directory else {}
-        for file in self._essential:
-            opened.callback(os.close, file)
-        opened.callback(self._essential.clear)
 
     @property
     def died(self) -> str:
@@ -140,10 +133,10 @@ class Cluster:
         """Create a directory for Ray and start its reaper; return the options and variables to start Ray with."""
         above = tempfile.gettempdir()
         short = len(above) <= _LONGEST_DIRECTORY - len("/jaxrec-12345678")
-        directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
-        self._directory = directory
+        self._directory = directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
         opened.callback(shutil.rmtree, directory, ignore_errors=True)
-        process = _start_reaper(directory, self._advice, self._logs)
+        command = [sys.executable, "-I", "-S", reaper.__file__, directory, self._advice, self._logs]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
         self._notify_reaper = functools.partial(_notify, process)
         opened.callback(_end_reaper, process)
         options = {
@@ -177,14 +170,7 @@ def _check_reachable(address):
 
 
 def check_authentication(environment: Mapping[str, str]) -> None:
-    """Refuse an environment that switches authentication off: a port of Ray would let anyone run any code.
-
-    Args:
-      environment: environment variables of this process.
-
-    Raises:
-      ValueError: `RAY_AUTH_MODE` is set to another value than 'token'.
-    """
+    """Refuse an environment that switches authentication off: a port of Ray would let anyone run any code."""
     mode = environment.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise ValueError(
@@ -230,11 +216,6 @@ def _without_worker_logs() -> Iterator[None]:
         yield
     finally:
         worker._worker_logs_enabled = before
-
-
-def _start_reaper(*arguments):
-    command = [sys.executable, "-I", "-S", reaper.__file__, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
 
 def _notify(process, event):

@@ -27,11 +27,7 @@ class ServerActor:
         self._server: ShardServer | None = None
 
     def begin(self, config: ServerConfig, shards: Sequence[int], incarnation: int) -> None:
-        """Create the server, with initial rows.
-
-        Raises:
-          ValueError: as `ShardServer`, or this machine does not see the directory.
-        """
+        """Create the server, with initial rows."""
         if config.directory is not None and not (config.directory / config.probe).exists():
             raise ValueError(
                 f"the server of shards {list(shards)} does not see {config.directory}, where the run saves: give a "

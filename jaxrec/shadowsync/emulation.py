@@ -40,7 +40,7 @@ class Script(NamedTuple):
     """Schedule of synchronisation rounds.
 
     Attributes:
-      rule: synchronisation rule from `rules`.
+      rule: synchronisation rule.
       every_ticks: ticks from one round to the next, the k of FR-k. With a centre, trainer i begins a round in ticks t
         with (t + i) % k == 0; without one, all trainers begin together.
       latency_ticks: ticks from the beginning of a round to its result; 0 is the foreground. A shadow with back-to-back
@@ -220,11 +220,7 @@ def make_events(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
-    """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters.
-
-    Raises:
-      ValueError: the loss takes a key; when the first program is traced, the loss returns variables.
-    """
+    """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters."""
     check_rng(loss, keyed=False)
 
     def compute(params, tables, plans, batch):

@@ -260,7 +260,7 @@ class Foreground(Synchroniser):
         # Compiles the fold before the first round, where all other trainers would wait for it.
         if not self._looks_known(state):
             self._live(state)
-        return self.sync_round(state)(state) if self.due() else state
+        return self.round_from(state)(state) if self.due() else state
 
     def due(self) -> bool:
         """Count a step, report a sign of life, and return whether a round is due."""
@@ -268,21 +268,12 @@ class Foreground(Synchroniser):
         self.steps += 1
         return self.waited == 0
 
-    def sync_round(self, before: Any) -> Callable[[Any], Any]:
-        """Make a round, and return the function that folds its result into a state.
+    def round_from(self, before: Any) -> Callable[[Any], Any]:
+        """Make a round from a state, which must not be donated meanwhile; return the fold, state -> state.
 
         The two halves of `exchange`, for a trainer whose other workers keep training in between.
-
-        Args:
-          before: state in a form that `exchange` accepts; it must not be donated during the round.
-
-        Returns:
-          A function: current state -> state with the round's result folded in.
-
-        Raises:
-          As `exchange`.
         """
-        self._check_open("sync_round")
+        self._check_open("round_from")
         result = self._round_of(self._live(before))
         # Counted when folded in, as in a shadow.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))

@@ -38,13 +38,9 @@ class Transport(Protocol):
     raises `PeerLeft` rather than wait indefinitely or continue for a trainer that has left.
 
     Attributes:
-      rule: synchronisation rule.
+      rule, timeout_s, on_failure, last_round: as for `AllToAll`; if `last_round` is False, the target of the last
+        `sync_round` is unused.
       template: names and shapes of the floating leaves of one replica.
-      timeout_s: maximum seconds to wait for a trainer without a sign of life.
-      on_failure: reaction to a trainer that leaves early: raise in the others ('raise'), continue without it ('drop'),
-        or continue and let a successor join ('replace').
-      last_round: whether trainers are brought together at the end; if False, the target of the last `sync_round` is
-      unused.
     """
 
     rule: Rule
@@ -61,6 +57,10 @@ class Transport(Protocol):
 
         A trainer that is done calls it with done=True until it was the last round. With a centre it then sends nothing,
         waits for the others, and gets the centre's parameters.
+
+        Raises:
+          PeerLeft: another trainer has left or is overdue, or this one was dropped.
+          ValueError: the leaves do not fit the template, or this trainer has not joined.
         """
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
@@ -87,22 +87,7 @@ class Member:
 class Membership:
     """Base class of transports that tracks which trainers have joined, left, finished or been lost.
 
-    `_changed` guards all fields except `Member.seen`.
-
-    Args:
-      rule: synchronisation rule, whose shared state the transport holds once for all trainers.
-      parameters: initial parameters of one replica, without a replica axis.
-      trainers: n; a trainer that is done waits for all of them.
-      timeout_s: seconds to wait for a trainer without a sign of life. It must exceed the longest time between two
-        `exchange` calls of a trainer, compilation included; rounds may be rarer.
-      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
-        join in its place.
-      last_round: whether trainers that are done are brought together in a last round.
-      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
-
-    Raises:
-      ValueError: the rule is of another transport; an argument is out of range; the parameters cannot be synchronised;
-        the memory belongs to another rule or to other parameters.
+    `_changed` guards all fields except `Member.seen`. Arguments: see `AllToAll`.
     """
 
     has_centre: bool  # of its rules
@@ -146,12 +131,7 @@ class Membership:
             return jax.tree.map(np.array, self._shared)
 
     def join(self, trainer: int) -> None:
-        """Register a trainer, or its successor; a transport serves a single training.
-
-        Raises:
-          ValueError: there is no such trainer, or it has joined before.
-          PeerLeft: the others have stopped.
-        """
+        """Register a trainer, or its successor; a transport serves a single training."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             if member.state in ("here", "done"):
@@ -287,7 +267,19 @@ class Membership:
 class AllToAll(Membership):
     """Transport with common rounds of all trainers, for rules that combine the mean over all replicas.
 
-    A round waits for all trainers until all are done. Arguments: see `Membership`.
+    A round waits for all trainers until all are done.
+
+    Args:
+      rule: synchronisation rule, whose shared state the transport holds once for all trainers.
+      parameters: initial parameters of one replica, without a replica axis.
+      trainers, timeout_s, last_round: as for `SyncGroup`. Rounds may be rarer than the time-out.
+      on_failure: 'raise' or 'drop' as for `SyncGroup`, or 'replace' if a successor may join in place of a trainer that
+        leaves early or is overdue.
+      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
+
+    Raises:
+      ValueError: the rule is of another transport; an argument is out of range; the parameters cannot be synchronised;
+        the memory belongs to another rule or to other parameters.
     """
 
     has_centre = False
@@ -306,12 +298,7 @@ class AllToAll(Membership):
         return [x.astype(initial.dtype) for x, initial in zip(newest, self._initial, strict=True)]
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Make a round with all other trainers; every replica gets the same target, in float32 or wider.
-
-        Raises:
-          ValueError: the leaves do not fit the template, or this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one was dropped.
-        """
+        """Make a round with all other trainers; every replica gets the same target, in float32 or wider."""
         leaves, replicas = _contribution(self.template, before, trainer)
         round_ = self._round  # read without the lock, as no round ends without this trainer
         missing = lambda: set(self._awaited()) - set(self._contributions)
@@ -360,7 +347,7 @@ class AllToAll(Membership):
 class Centre(Membership):
     """Transport with a centre, for EASGD: trainers make rounds with it independently of each other.
 
-    Arguments: see `Membership`.
+    Arguments as for `AllToAll`; only a trainer that is done waits for the others.
     """
 
     has_centre = True
@@ -376,12 +363,7 @@ class Centre(Membership):
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Move the centre towards each replica of a trainer in turn, atomically.
-
-        Raises:
-          ValueError: the leaves do not fit the template, or this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one was dropped.
-        """
+        """Move the centre towards each replica of a trainer in turn, atomically."""
         leaves, replicas = _contribution(self.template, before, trainer)
         with uninterrupted(), self._changed:
             member = self._taking_part(trainer)

@@ -94,10 +94,7 @@ class FreeStep:
 
 
 class Shared:
-    """State that the trainers of a run share: step, tables, hook, threads and failures.
-
-    Plain Python flags and lists are read and written without a lock.
-    """
+    """What the trainers of a run share; its flags and lists are read and written without a lock."""
 
     def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
         self.step, self.tables, self.hook = step, tables, hook
@@ -271,7 +268,7 @@ class Trainer:
             with self.lock:
                 before = self.shared.step.copy(self.dense.params)  # a later step donates them
             # Without `lock`, as a round waits for the other trainers.
-            fold = foreground.sync_round(before)
+            fold = foreground.round_from(before)
             with self.lock:
                 # Folded into the current parameters, as other workers kept training during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))
