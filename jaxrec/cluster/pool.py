@@ -269,7 +269,7 @@ class TrainerPool:
             return
         self._progress[number] = found
         if found.lost:
-            self._tables.mark_lost(found.lost)
+            self._tables.probe(found.lost)
         if found.state == "done":
             self._finish(number, one)
         elif found.state == "failed":
@@ -461,19 +461,15 @@ class PoolTables:
         """Handles to the servers that the tables use."""
         return [server.handle for server in self._servers.in_use]
 
-    def mark_lost(self, lost: Sequence[int]) -> None:
-        """Mark shards as lost that a trainer reports, unless their server answers."""
-        for server in self._servers.in_use:
-            # It answers if it is a successor that has not been announced to the trainer yet.
-            if set(server.shards) & set(lost) and not self._answers(server):
-                self._servers.tables.mark_lost(server.shards, "a trainer gets no answer from it")
+    def probe(self, lost: Sequence[int]) -> None:
+        """Let the tables note whether servers of shards are lost that a trainer takes for lost.
 
-    def _answers(self, server):
-        try:
-            self._servers.tables.probe(server.shards[0])
-        except ShardsLost:
-            return False
-        return True
+        They answer if they are successors that have not been announced to the trainer yet.
+        """
+        for server in self._servers.in_use:
+            if set(server.shards) & set(lost):
+                with contextlib.suppress(ShardsLost):
+                    self._servers.tables.probe(server.shards[0])
 
     def restore_lost(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
