@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import EngineBase, SnapshotSchedule, notify_restarted
+from jaxrec.engine import EngineBase, SnapshotSchedule, notify_restarted, result_or_error
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream, Streams
 from jaxrec.shadowsync.group import SyncGroup
@@ -334,11 +334,7 @@ class FreeState(NamedTuple):
 
 
 class StreamSplitter:
-    """Iterators over one stream for the trainers of a stretch: an idle trainer takes the next batch.
-
-    Args:
-      stream: stream of batches, accessed by one trainer at a time.
-      steps: maximum number of batches.
+    """Iterators over at most `steps` batches of a stream for the trainers of a stretch: an idle one takes the next.
 
     Attributes:
       taken: number of batches given out.
@@ -369,19 +365,9 @@ class StreamSplitter:
                 return None
             self._stream.free.clear()  # a run over the same iterator must wait
             try:
-                return self._counted(self._asked())
+                return self._counted(result_or_error(self._stream.take))
             finally:
                 self._stream.free.set()
-
-    def _asked(self):
-        """Return the next batch, END, or the error that the stream raised."""
-        try:
-            batch = self._stream.take()
-        except BaseException as error:
-            return error
-        if batch is END or isinstance(batch, Batch):
-            return batch
-        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is expected.")
 
     def _counted(self, found):
         """Count and return a batch; return None at the end, after an error, or once closed."""
@@ -392,7 +378,10 @@ class StreamSplitter:
                 self.taken += 1
                 return found
             else:
-                self.over, self.error = True, None if found is END else found
+                self.over = True
+                if found is not END:
+                    what = f"the stream has given a {type(found).__name__}, where a Batch is expected."
+                    self.error = found if isinstance(found, BaseException) else ValueError(what)
             return None
 
 
