@@ -109,10 +109,6 @@ class TrainerPool:
 
     Attributes:
       failures: all deaths so far, as `Failure`.
-
-    Raises:
-      ValueError: a number is out of range, there is not one list of cores per trainer, the rule does not permit this
-        number of sync servers, or there is no directory to save into.
     """
 
     def __init__(
@@ -231,8 +227,7 @@ class TrainerPool:
     def _beside_rows(self):
         """Return what an image holds beside the rows: leaves of one replica, and positions and examples so far.
 
-        Raises:
-          OSError: no process has parameters that answer for these positions.
+        Raises an OSError if no process has parameters that answer for these positions.
         """
         # The positions first: a batch may be trained twice after a restore, and none is left out.
         progress = self._summed_progress()

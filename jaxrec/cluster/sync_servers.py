@@ -71,12 +71,7 @@ class SyncServer:
         self._lock = threading.Lock()
 
     def join(self, trainer: int, incarnation: int) -> None:
-        """Register a trainer; it replaces its earlier incarnation, if that one has joined.
-
-        Raises:
-          PeerLeft: a later incarnation has joined.
-          ValueError: as `AllToAll.join`.
-        """
+        """Register a trainer; it replaces its earlier incarnation, if that one has joined."""
         with self._lock:
             self._check(trainer, incarnation)
             if self._incarnations[trainer] not in (0, incarnation):
@@ -85,11 +80,7 @@ class SyncServer:
             self._incarnations[trainer] = incarnation
 
     def sync_round(self, trainer: int, incarnation: int, before: list[np.ndarray], done: bool) -> tuple[list, bool]:
-        """Make a round with leaves [R, ...], see `Transport.sync_round`.
-
-        Raises:
-          PeerLeft: the trainer no longer takes part, as a successor has joined or its heartbeats have ceased.
-        """
+        """Make a round with leaves [R, ...], see `Transport.sync_round`."""
         self._check(trainer, incarnation)
         found, last = self._transport.sync_round(trainer, before, done)
         self._check(trainer, incarnation)
@@ -131,9 +122,6 @@ class SyncClient:
 
     Attributes:
       newest: leaves [R, ...] that the trainer has sent last; None before its first round.
-
-    Raises:
-      ValueError: the parameters cannot be synchronised, or not over this number of servers.
     """
 
     on_failure, last_round = "raise", True
@@ -180,11 +168,7 @@ class SyncClient:
             self._changed.notify_all()
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Make a round with all sync servers at once, see `Transport.sync_round`.
-
-        Raises:
-          PeerLeft: this trainer no longer takes part, or has left.
-        """
+        """Make a round with all sync servers at once, see `Transport.sync_round`."""
         leaves = [np.asarray(leaf) for leaf in floating(before)]
         self.newest = self.newest if done and self.rule.has_centre else leaves
         open_, found = [n for n, final in enumerate(self._final) if final is None], list(self._final)

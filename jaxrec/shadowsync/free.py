@@ -55,10 +55,6 @@ class FreeTrainers(EngineBase):
 
     Attributes:
       step: number of batches taken from the stream.
-
-    Raises:
-      ValueError: an argument is out of range or conflicts with the others; the state's mesh does not have one device
-        per trainer; the state was trained with another rule.
     """
 
     _name = "trainers"
@@ -253,11 +249,7 @@ class FreeTrainers(EngineBase):
             self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs.
-
-        Raises:
-          ValueError: `change` does not return HostTables of the same spec; the tables are then not replaced.
-        """
+        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs."""
         changed = change(self.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
@@ -277,11 +269,7 @@ class FreeTrainers(EngineBase):
         )
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs or after a failure.
-
-        Raises:
-          ValueError: a run is active; the state has another number of trainers; as for a new FreeTrainers.
-        """
+        """Continue from another state, between two runs or after a failure."""
         if self.running:
             raise ValueError("reset within a run: leave the loop first.")
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]

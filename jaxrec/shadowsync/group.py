@@ -62,10 +62,6 @@ class SyncGroup:
 
     Attributes:
       transport: `AllToAll` or `Centre` through which the trainers meet, for synchronisers created without the group.
-
-    Raises:
-      ValueError: an argument is out of range, or the parameters cannot be synchronised.
-      TypeError: pace_seconds or core_share in the foreground.
     """
 
     transport: AllToAll | Centre
@@ -116,9 +112,6 @@ class SyncGroup:
         Returns:
           A `Shadow` or a `Foreground`: a context manager with `exchange`, `finish`, `hook` (`exchange` as a hook of
           `fit` or `Pipeline`), `rounds` and `average_sync_gap`.
-
-        Raises:
-          ValueError: on entering, if there is no such trainer or its number was used before.
         """
         made: Synchroniser
         if self._foreground:

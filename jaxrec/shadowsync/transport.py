@@ -276,10 +276,6 @@ class AllToAll(Membership):
       on_failure: 'raise' or 'drop' as for `SyncGroup`, or 'replace' if a successor may join in place of a trainer that
         leaves early or is overdue.
       memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
-
-    Raises:
-      ValueError: the rule is of another transport; an argument is out of range; the parameters cannot be synchronised;
-        the memory belongs to another rule or to other parameters.
     """
 
     has_centre = False

@@ -55,9 +55,6 @@ class FreeStep:
     Attributes:
       capacity: {stack: U} of the plans so far, None before the first. Capacities only grow and are shared by all
         workers, so that few shapes are compiled.
-
-    Raises:
-      ValueError: the loss takes a key.
     """
 
     def __init__(
