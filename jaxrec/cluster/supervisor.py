@@ -97,7 +97,7 @@ class Supervisor:
             with _probe(path) as name:
                 for index, shards in enumerate(deal(spec.shards, servers)):
                     config = self._config._replace(probe=name)
-                    self._servers.append(RayServer(config, index, shards, 1, server_process(resources)))
+                    self._servers.append(RayServer(config, index, shards, 1, self._process()))
                 for server in self._servers:
                     server.wait(start_timeout_s)
             self._start_spares()
@@ -183,12 +183,12 @@ class Supervisor:
             more = 0 if self._closed.is_set() else self._number_of_spares - len(living)
             self._spares = living + [server_process(self._resources) for _ in range(more)]
 
-    def _take_spare(self):
-        """Return a living standby process or None; the caller holds the lock."""
+    def _process(self):
+        """Return a living standby process, or a new one; the caller holds the lock."""
         while self._spares:
             if not (spare := self._spares.pop(0)).death_reason():
                 return spare
-        return None
+        return server_process(self._resources)
 
     # ---- deaths
 
@@ -222,8 +222,7 @@ class Supervisor:
             self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
-        process = self._take_spare() or server_process(self._resources)
-        self._servers[index] = RayServer(self._config, index, dead.shards, dead.incarnation + 1, process)
+        self._servers[index] = RayServer(self._config, index, dead.shards, dead.incarnation + 1, self._process())
 
     def _too_many(self):
         recent = [death for death in self.deaths if death.at > time.monotonic() - _MINUTES * 60]

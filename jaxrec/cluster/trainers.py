@@ -75,20 +75,10 @@ class Progress(NamedTuple):
 
 
 class Stream:
-    """Batches of a trainer, taken by several workers, and the position up to which all of them are trained.
+    """Batches of a trainer, taken by several workers, and the position up to which all of them are trained."""
 
-    >>> stream = Stream(iter(["seven  ", "five "]), start=10, examples_of=len)
-    >>> first, second = next(stream), next(stream)
-    >>> stream.trained(11)
-    >>> stream.position, stream.examples
-    (10, 0)
-    >>> stream.trained(10)
-    >>> stream.position, stream.examples
-    (12, 12)
-    """
-
-    def __init__(self, batches: Iterator, start: int, examples_of: Callable[[Any], int] = lambda b: examples_in(b)):
-        self._batches, self._numbers, self._examples_of = batches, itertools.count(start), examples_of
+    def __init__(self, batches: Iterator, start: int):
+        self._batches, self._numbers = batches, itertools.count(start)
         self.position, self.examples = start, 0
         self._examples: dict[int, int] = {}  # {number: examples} of batches taken, but not counted yet
         self._trained_ahead: set[int] = set()  # trained, but some batch before them is not
@@ -101,7 +91,7 @@ class Stream:
     def __next__(self) -> Any:
         batch = next(self._batches)
         number = next(self._numbers)
-        self._examples[number], self._batch_of_thread[threading.get_ident()] = self._examples_of(batch), number
+        self._examples[number], self._batch_of_thread[threading.get_ident()] = examples_in(batch), number
         return batch
 
     def number(self) -> int:

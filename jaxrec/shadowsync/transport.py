@@ -233,13 +233,9 @@ class Membership:
         Call it without holding the lock, as Ctrl-C ends the wait.
         """
         is_over = functools.partial(self._is_over, trainer, time.monotonic(), over, awaited)
-        while not wait(self._changed, is_over, self._nap):
-            pass
-
-    @property
-    def _nap(self):
         # A waiting trainer gives a sign of life at least this often, so that trainers waiting for it do not lose it.
-        return self.timeout_s / 8
+        while not wait(self._changed, is_over, self.timeout_s / 8):
+            pass
 
     def _is_over(self, trainer, since, over, awaited):
         # Checked before failures: a completed round counts even if other trainers were lost since.
