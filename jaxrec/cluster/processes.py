@@ -169,7 +169,8 @@ def _with_lifetime(kind):
             version = importlib.import_module("jaxrec").__version__
             return ProcessInfo(import_ray().util.get_node_ip_address(), os.getpid(), version)
 
-    WithLifetime.__name__ = kind.__name__  # by which `ps` and Ray's logs name the process
+    # By these `ps` and Ray's logs name the process, at rest and in a call.
+    WithLifetime.__name__ = WithLifetime.__qualname__ = kind.__name__
     return WithLifetime
 
 
