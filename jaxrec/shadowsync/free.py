@@ -79,7 +79,9 @@ class FreeTrainers(EngineBase):
         self._streams, self._in_hook, self._failure = Streams(), False, ""
         self._snapshots = SnapshotSchedule()  # always empty
         self._take_state(state)
-        self._figures = none = _no_figures(self._replicas)
+        none: dict[str, Any] = {name: [0] * self._replicas for name in ("steps", "rounds")}
+        none |= {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
+        self._figures = none
         if past is not None:
             if len(past["steps"]) != self._replicas:
                 raise ValueError(f"past={past!r:.200} is not what `figures` of {self._replicas} trainers has given.")
@@ -192,10 +194,18 @@ class FreeTrainers(EngineBase):
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
         raise_deferred(deferred)
-        return self._checked(_metrics_of(seen, figures, lost))
+        metrics = _metrics_of(seen, figures, lost)
+        if metrics["examples"] and not np.isfinite(metrics["loss"]):
+            raise FloatingPointError(
+                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
+                "learning rates and at the data, and go on from an image."
+            )
+        return metrics
 
     def _train(self, splitter, group, hook):
-        self._set_capacity(self._state.dense.opt_state.capacity)
+        # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
+        capacity = {name: int(rows) for name, rows in self._state.dense.opt_state.capacity.items()}
+        self._free_step.capacity = capacity if any(capacity.values()) else None
         streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
         states = self._states_apart()
         try:
@@ -217,19 +227,6 @@ class FreeTrainers(EngineBase):
         self.step += taken
         if len(mine) == len(states):
             self._apart = self._state.dense, states
-
-    def _checked(self, metrics):
-        if metrics["examples"] and not np.isfinite(metrics["loss"]):
-            raise FloatingPointError(
-                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
-                "learning rates and at the data, and go on from an image."
-            )
-        return metrics
-
-    def _set_capacity(self, capacity):
-        # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
-        found = {name: int(rows) for name, rows in capacity.items()}
-        self._free_step.capacity = found if any(found.values()) else None
 
     def _group(self, dense) -> SyncGroup | None:
         if self._rule is None:
@@ -426,11 +423,6 @@ def _joined(states: list[DenseState], mesh, step: int, group: dict, capacity: di
 
 def _first_replica(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(params))
-
-
-def _no_figures(trainers) -> dict[str, Any]:
-    zeros = {name: [0] * trainers for name in ("steps", "rounds")}
-    return zeros | {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
 
 
 def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
