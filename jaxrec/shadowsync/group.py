@@ -80,12 +80,13 @@ class SyncGroup:
         last_round: bool = True,
         memory: dict[str, Any] | None = None,
     ):
-        of_all: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
-        if memory is not None:
-            of_all["memory"] = memory["shared"]
-        self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all)
+        self.transport = (Centre if rule.has_centre else AllToAll)(
+            rule, params, trainers, timeout_s=timeout_s, on_failure=on_failure, last_round=last_round,
+            memory=None if memory is None else memory["shared"],
+        )  # fmt: skip
         self._foreground = every_steps is not None
-        self._options = _given(every_steps=every_steps, pace_seconds=pace_seconds, core_share=core_share)
+        options: dict[str, Any] = {"every_steps": every_steps, "pace_seconds": pace_seconds, "core_share": core_share}
+        self._options = {name: value for name, value in options.items() if value is not None}  # else their defaults
         self._waited = [0] * trainers if memory is None else [int(steps) for steps in memory["waited"]]
         if len(self._waited) != trainers:
             raise ValueError(f"the memory is of {len(self._waited)} trainers and the group of {trainers}.")
@@ -121,8 +122,3 @@ class SyncGroup:
             made = Shadow(self.transport, number, **self._options)
         self._of_trainers[number] = made
         return made
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None, so that the callee's defaults apply to the others."""
-    return {name: value for name, value in arguments.items() if value is not None}
