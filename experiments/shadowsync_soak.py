@@ -175,8 +175,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
     params = {"w": jnp.ones(half), "b": jnp.ones((half // 8, 8))}
     injection, finished = Injection(case, config.timeout_s), set[int]()
     timeout_s = config.timeout_s if case.failure == "meet_stalls" else 60.0
-    servers = 2 if rule.has_centre else None
-    group = SyncGroup(rule, params, n, servers=servers, timeout_s=timeout_s, on_failure=case.policy)
+    group = SyncGroup(rule, params, n, timeout_s=timeout_s, on_failure=case.policy)
     transport: Any = Checked(group.transport, injection, case.seed)
     until = time.perf_counter() + config.seconds_each / (1 if case.failure == "none" else 5)
     every = {"every_steps": 5} if case.kind is Foreground else {}

@@ -31,7 +31,7 @@ from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.cluster.servers import RayServer, ServerConfig
+from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.cpr import Recovery
 from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
@@ -196,7 +196,7 @@ def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_th
         list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
         found = bits(engine.state)
     (death,) = servers.deaths
-    assert death.reason == f"its process {first} on {servers.addresses[1]} has ended" and recovery.failed == 2
+    assert death.reason == f"its process {first} on {servers.in_use[1].address} has ended" and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", "vanilla", losses={10: ((1, 3), ())}))
 
 
@@ -216,7 +216,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
         recovery = engine.enter(Recovery(engine, tmp_path / "again", EVERY, LENGTH))
         kill(servers, 0)
         list(engine.run(map(batch_at, range(3)), [recovery.hook]))
-    assert servers.processes[0] not in (before, dead) and servers.addresses[0]
+    assert servers.processes[0] not in (before, dead) and servers.in_use[0].address
     waiting = servers.spares
     servers.close()
     until(lambda: not any(map(is_alive, waiting)))
@@ -282,7 +282,8 @@ def test_a_server_without_a_machine_is_named_in_time(cluster):
 
 
 def test_a_directory_that_a_server_does_not_see_is_refused(cluster, tmp_path):
-    server = RayServer(ServerConfig(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere"), 0, [0, 2], 1)
+    config = ServerConfig(SPEC, SPEC.layout(ROWS), tmp_path, "a probe that is elsewhere")
+    server = RayServer(config, 0, [0, 2], 1, server_process())
     with (
         contextlib.ExitStack() as stack,
         pytest.raises(ValueError, match=r"of shards \[0, 2\] does not see .*where the"),

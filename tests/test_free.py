@@ -90,7 +90,7 @@ def gained_by(trainers, workers, synchroniser=None):
 def test_no_update_of_rows_or_parameters_is_lost_with_hogwild_workers():
     gained, dense, figures = gained_by(trainers=2, workers=4)
     np.testing.assert_allclose(gained, 80, rtol=0.1)  # adds take no lock: two concurrent ones may count as one
-    assert figures.steps == [40, 40] and figures.example_level_parallelism == 8 * 4 * 2
+    assert figures.steps == [40, 40]
     for state in dense:
         np.testing.assert_array_equal(state.params["w"], 41)  # exact: steps update the newest version under a lock
 
@@ -147,7 +147,7 @@ def test_uneven_trainers_reach_their_end_together(way):
     assert min(figures.rounds) > 0 and all(a >= b for a, b in zip(figures.steps, batches, strict=True))
     if kind is Foreground:
         assert figures.steps == [5, 20, 33]
-        assert figures.rounds == [1, 6, 11] and figures.bytes == [32, 192, 352]  # 4 floats each way
+        assert figures.rounds == [1, 6, 11]
         assert figures.average_sync_gap[2] == 3
     # Negative control: synchronisation brings the replicas closer to each other.
     streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
@@ -292,7 +292,6 @@ def test_one_trainer_does_not_feel_how_long_its_stretches_are(name, stretch_step
 GROUPS = {
     "none": (None, {}),
     "ma-foreground": (model_averaging(), {"every_steps": 3}),
-    "ma-clock": (model_averaging(), {"every_seconds": 0.001}),
     "bmuf-shadow": (bmuf(momentum=0.5), {}),
     "easgd-foreground": (easgd(), {"every_steps": 2}),
     "easgd-shadow": (easgd(), {"pace_seconds": 0.001}),
@@ -573,7 +572,8 @@ def test_figures_are_counted_on_from_those_of_an_earlier_process():
     with engine(2, easgd(), every_steps=2, stretch_steps=5) as first:
         trained(first, stream(0, 10))
         past = first.figures()
-    with engine(2, easgd(), every_steps=2, stretch_steps=5, past=past) as second:
+    older = past | {"bytes": [1, 2]}  # which images of an earlier version have
+    with engine(2, easgd(), every_steps=2, stretch_steps=5, past=older) as second:
         assert second.figures() == past
         trained(second, stream(0, 10))
-        assert sum(second.figures()["steps"]) == 20 and second.figures()["bytes"][0] >= past["bytes"][0]
+        assert sum(second.figures()["steps"]) == 20

@@ -1,7 +1,5 @@
 """Participation in rounds: missing trainers are named, no trainer waits for ever, dropped ones are not used."""
 
-import threading
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -156,18 +154,6 @@ def test_a_trainer_that_is_done_waits_longer_than_the_time_out_for_who_still_com
     assert early and last
 
 
-def test_a_trainer_on_a_slow_server_can_leave():
-    centre, began = joined(Centre(easgd(), PARAMS, bytes_per_s=0.001), 0), threading.Event()
-
-    def sync_round():
-        began.set()
-        return centre.sync_round(0, of(1.0), False)
-
-    found, _ = in_threads(sync_round, lambda: began.wait(60) and centre.leave(0))  # 24,000 s
-    assert isinstance(found, PeerLeft)
-    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
-
-
 class Interrupting(Around):
     """A transport that sends Ctrl-C once the first trainer to arrive waits in it."""
 
@@ -220,38 +206,6 @@ def test_rounds_that_are_rarer_than_the_time_out_lose_nobody(kind, rule, clock):
 
     for found in in_threads(early, late):
         assert not isinstance(found, BaseException), found
-
-
-def test_a_transfer_longer_than_the_time_out_loses_nobody(clock):
-    centre = joined(Centre(easgd(0.5), PARAMS, 2, bytes_per_s=30.0, timeout_s=0.1), 0, 1)  # 0.8 s
-    both_wait = waits(centre, 0, 1)
-
-    def late():
-        target, _ = centre.sync_round(1, of(8.0), False)
-        return target, centre.sync_round(1, of(8.0), True)
-
-    def time_passes():
-        until(both_wait)
-        for _ in range(13):
-            clock.goes_on(0.06, centre, 0, 1)
-        clock.goes_on(0.06)
-
-    early, both, _ = in_threads(lambda: centre.sync_round(0, of(0.0), True), late, time_passes)
-    assert isinstance(early, tuple) and isinstance(both, tuple), (early, both)
-    np.testing.assert_array_equal(centre.parameters["w"], [4.0] * 3)
-
-
-def test_a_trainer_on_a_slow_server_hears_that_another_fails():
-    centre = joined(Centre(easgd(), PARAMS, 2, bytes_per_s=0.001), 0, 1)  # 24,000 s
-    in_the_transfer = waits(centre, 0)
-
-    def fails():
-        until(in_the_transfer)
-        centre.leave(1, OSError("the disk is gone"))
-
-    found, _ = in_threads(lambda: centre.sync_round(0, of(1.0), False), fails)
-    assert isinstance(found, PeerLeft) and "OSError: the disk is gone" in str(found)
-    np.testing.assert_array_equal(centre.parameters["w"], np.zeros(3))
 
 
 @pytest.mark.parametrize("kind", [Shadow, Foreground])

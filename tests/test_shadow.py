@@ -85,7 +85,7 @@ def test_a_round_without_latency_is_the_foreground_round_to_the_bit(rule):
 
 def test_free_running_easgd_keeps_the_sum():
     initial = {"w": np.full(3, 9.0, np.float32), "b": np.zeros(2, np.float32)}
-    centre = Ends(Centre(easgd(0.4), initial, 4, servers=2))
+    centre = Ends(Centre(easgd(0.4), initial, 4))
 
     def train(trainer, steps):
         state = state_of(float(trainer))
@@ -147,9 +147,8 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         steps.begin.release()
         until(lambda: len(steps.brought) == 2)
         assert [brought[1][:, 0].tolist() for brought in steps.brought] == [[0.0, 8.0], [5.0, 5.0]]
-        assert shadow.bytes == 2 * 2 * (3 + 2) * 4  # both ways, replicas, floats: of the folded round
         folded(shadow, state)
-        assert shadow.rounds == 2 and shadow.bytes == 2 * 2 * 2 * (3 + 2) * 4
+        assert shadow.rounds == 2
 
 
 def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
@@ -170,7 +169,7 @@ def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
         state = shadow.finish(state)
     assert len(steps.brought) == 2  # 1, 9 -> half way to 4 -> half way to their mean, 4.5
     assert weights(state).tolist() == [3.5, 5.5]
-    assert shadow.rounds == 1 and shadow.bytes == 2 * 2 * (3 + 2) * 4  # neither counts the last round
+    assert shadow.rounds == 1  # the last round is not counted
 
 
 def test_the_fold_is_compiled_before_the_first_copy_is_handed_over():
@@ -208,7 +207,7 @@ def test_a_pace_keeps_the_next_round_from_beginning_and_not_from_ending():
 
 
 def test_a_share_of_a_core_is_all_that_the_thread_takes():
-    plain, work_seconds, share = easgd(), 0.01, 0.1
+    plain, work_seconds, share = easgd(), 0.02, 0.1
 
     def combine(centre, before):
         until = time.thread_time() + work_seconds
@@ -221,7 +220,7 @@ def test_a_share_of_a_core_is_all_that_the_thread_takes():
     with group.trainer(0) as sync:
         for _ in range(4):
             params = folded(sync, params)
-        of_a_round = len(PARAMS) * work_seconds / share
+        of_a_round = work_seconds / share
         assert 3 * of_a_round < time.monotonic() - begun
         sync.finish(params)  # does not wait for the pause to end
 

@@ -1,7 +1,5 @@
 """Properties shared by shadow and foreground: dtypes, devices, other leaves, the order of calls."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,17 +226,3 @@ def test_numpy_parameters_may_be_changed_in_place_while_a_round_is_made():
     with Foreground(Changed(rule, {"w": np.zeros(100, np.float32)}), every_steps=1) as foreground:
         assert isinstance(foreground.exchange(mine)["w"], jax.Array)
     assert seen == [0.0]
-
-
-def test_seconds_count_from_entering(monkeypatch):
-    now = [100.0]
-    rule = model_averaging()
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    foreground = Foreground(AllToAll(rule, PARAMS), every_seconds=5.0)
-    now[0] = 200.0  # compilation, for example
-    with foreground:
-        foreground.exchange(PARAMS)
-        assert foreground.rounds == 0
-        now[0] = 205.0
-        foreground.exchange(PARAMS)
-        assert foreground.rounds == 1

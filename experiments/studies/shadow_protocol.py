@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import simpy
 
-from jaxrec.shadowsync import AllToAll, PeerLeft, Rule, Shadow, SyncGroup, easgd, model_averaging
+from jaxrec.cluster.sync_servers import pack
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, PeerLeft, Rule, Shadow, easgd, model_averaging
 from jaxrec.shadowsync.synchroniser import Synchroniser
-from jaxrec.shadowsync.transport import pack
 from jaxrec.types import PyTree
 
 SCALE = 1000  # ratio of real parameters to those of a sleeping trainer
@@ -95,6 +95,28 @@ class RingOfTrainers(AllToAll):
         return result
 
 
+class CentreAtServers(Centre):
+    """Centre whose tensors lie at servers of limited bandwidth, each of which makes one transfer at a time.
+
+    Args:
+      rule, params, trainers: as for `Centre`.
+      seconds: time for which a round occupies each server.
+    """
+
+    def __init__(self, rule: Rule, params: PyTree, trainers: int, seconds: list[float]):
+        super().__init__(rule, params, trainers)
+        self.seconds, self.free_at, self.queue = seconds, [0.0] * len(seconds), threading.Lock()
+
+    def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
+        """Sleep until the last server has made its transfer, after those queued before; then move the centre."""
+        with self.queue:
+            now = time.monotonic()
+            self.free_at = [max(now, at) + took for at, took in zip(self.free_at, self.seconds, strict=True)]
+            left = max(self.free_at) - now
+        time.sleep(left)
+        return super().sync_round(trainer, before, done)
+
+
 def emulate(point: Point, window: int) -> dict[str, float]:
     """Run sleeping trainers over the real protocol; return total steps and rounds per second."""
     slower = 1.0 if WAYS[point.way].rule.has_centre else max(1.0, ROUND_S * point.trainers / point.step_s)
@@ -144,16 +166,10 @@ class Sleepers:
         if not rule.has_centre:
             ring = RingOfTrainers(rule, self.params, point.trainers, point.ring_s)
             return [Shadow(ring, i) for i in range(point.trainers)]
-        share = sum(leaf.nbytes for leaf in self.params.values()) / sum(point.sizes)
-        group = SyncGroup(
-            rule,
-            self.params,
-            point.trainers,
-            every_steps=every or None,
-            servers=point.servers,
-            bytes_per_s=share * point.bytes_per_s,
-        )
-        return [group.trainer(i) for i in range(point.trainers)]
+        centre = CentreAtServers(rule, self.params, point.trainers, point.server_s)
+        if every:
+            return [Foreground(centre, i, every_steps=every) for i in range(point.trainers)]
+        return [Shadow(centre, i) for i in range(point.trainers)]
 
     def _train(self, sync, times):
         params = jax.tree.map(jnp.array, self.params)

@@ -37,9 +37,9 @@ import numpy as np
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Checkpointer, images, newest, restore_shards
 from jaxrec.checkpoint.format import number_of
-from jaxrec.cluster.processes import ActorHandle, Process, ServerHandle, packed
+from jaxrec.cluster.processes import Handle, Process, packed
 from jaxrec.cluster.runtime import Cluster
-from jaxrec.cluster.servers import RayServer
+from jaxrec.cluster.servers import RayServer, ServerHandle
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
 from jaxrec.cluster.sync_servers import SyncServer, assign_leaves
 from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examples_in
@@ -54,23 +54,16 @@ _POLL_S, _NEWEST_TIMEOUT_S = 0.1, 2.0
 # Errors that the death of another process may cause in a trainer; its successor need not fail again.
 _CAUSED_BY_OTHERS = ("PeerLeft", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
 # Fields of `Progress` that are summed over the incarnations of a trainer.
-_SUMMED = ("examples", "steps", "rounds", "bytes", "waited_for_rows_s", "rows_lost")
+_SUMMED = ("examples", "steps", "rounds", "waited_for_rows_s", "rows_lost")
 
 
 class Failure(NamedTuple):
-    """Death of a process.
+    """Death of a process."""
 
-    Attributes:
-      kind: 'trainer', 'server' or 'sync server'.
-      number: its number among those of its kind, from 0.
-      reason: description for logs and errors.
-      at_s: time of detection, in seconds since the start of the pool.
-    """
-
-    kind: str
-    number: int
+    kind: str  # 'trainer', 'server' or 'sync server'
+    number: int  # among those of its kind, from 0
     reason: str
-    at_s: float
+    at_s: float  # time of detection, in seconds since the start of the pool
 
 
 class PoolStats(NamedTuple):
@@ -82,53 +75,16 @@ class PoolStats(NamedTuple):
     examples_per_s: float
     steps: list[int]  # including repeated ones
     rounds: list[int]
-    bytes: list[int]  # sent and received by synchronisation
     average_sync_gap: list[float]  # steps per round; inf without a round
     waited_for_rows_s: list[float]
     rows_lost: int  # row updates dropped because a server was dead
     replica_spread: float  # of the trainers that are done
     failures: list[Failure]
-    pls: float  # portion of lost samples, over all trainers
 
 
 def summed(before: Progress, now: Progress) -> Progress:
-    """Return the progress of an incarnation, with the sums of the previous ones added.
-
-    >>> summed(Progress(position=9, steps=9), Progress(position=12, steps=3)).steps
-    12
-    """
+    """Return the progress of an incarnation, with the sums of the previous ones added."""
     return now._replace(**{name: getattr(before, name) + getattr(now, name) for name in _SUMMED})
-
-
-def stats_of(
-    progress: Sequence[Progress], lost: int, seconds: float, params: Sequence[PyTree], failures: Sequence[Failure]
-) -> PoolStats:
-    """Return the statistics of a run.
-
-    Args:
-      progress: progress of each trainer, summed over its incarnations.
-      lost: number of lost examples.
-      seconds: duration of the run.
-      params: parameters of each trainer that is done, leaves [1, ...].
-      failures: all deaths.
-    """
-    all_of = lambda name: [getattr(one, name) for one in progress]
-    examples, steps, rounds = sum(all_of("examples")), all_of("steps"), all_of("rounds")
-    return PoolStats(
-        examples=examples,
-        examples_lost=lost,
-        seconds=seconds,
-        examples_per_s=examples / seconds,
-        steps=steps,
-        rounds=rounds,
-        bytes=all_of("bytes"),
-        average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
-        waited_for_rows_s=all_of("waited_for_rows_s"),
-        rows_lost=sum(all_of("rows_lost")),
-        replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
-        failures=list(failures),
-        pls=lost / (examples + lost) if examples + lost else 0.0,
-    )
 
 
 class TrainerPool:
@@ -153,10 +109,6 @@ class TrainerPool:
 
     Attributes:
       failures: all deaths so far, as `Failure`.
-
-    Raises:
-      ValueError: a number is out of range, there is not one list of cores per trainer, the rule does not permit this
-        number of sync servers, or there is no directory to save into.
     """
 
     def __init__(
@@ -239,8 +191,29 @@ class TrainerPool:
         if not self._params:
             raise GivenUp(f"all trainers were given up: {next(iter(self._given_up.values()))}")
         seconds, params = time.monotonic() - self._started_at, [self._params[n] for n in sorted(self._params)]
-        progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
-        return params, stats_of(progress, self._examples_lost(), seconds, params, self.failures)
+        return params, self._stats(seconds, params)
+
+    def _stats(self, seconds, params):
+        progress = self._summed_progress()
+        all_of = lambda name: [getattr(one, name) for one in progress]
+        examples, steps, rounds = sum(all_of("examples")), all_of("steps"), all_of("rounds")
+        return PoolStats(
+            examples=examples,
+            examples_lost=self._examples_lost(),
+            seconds=seconds,
+            examples_per_s=examples / seconds,
+            steps=steps,
+            rounds=rounds,
+            average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
+            waited_for_rows_s=all_of("waited_for_rows_s"),
+            rows_lost=sum(all_of("rows_lost")),
+            replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),
+            failures=list(self.failures),
+        )
+
+    def _summed_progress(self):
+        """Return the progress of each trainer over all its incarnations."""
+        return [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
 
     def save(self) -> None:
         """Save an image now, and wait for it.
@@ -254,11 +227,10 @@ class TrainerPool:
     def _beside_rows(self):
         """Return what an image holds beside the rows: leaves of one replica, and positions and examples so far.
 
-        Raises:
-          OSError: no process has parameters that answer for these positions.
+        Raises an OSError if no process has parameters that answer for these positions.
         """
         # The positions first: a batch may be trained twice after a restore, and none is left out.
-        progress = [summed(before, now) for before, now in zip(self._before, self._progress, strict=True)]
+        progress = self._summed_progress()
         positions = {"positions": [one.position for one in progress], "examples": sum(one.examples for one in progress)}
         leaves = self._sync_servers.leaves() or self._newest_leaves()
         if leaves is None and self._work.rule is not None and positions["examples"]:
@@ -272,7 +244,7 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = Process(TrainerProcess, 4, self._resources, name)
+        one = Process(TrainerProcess, name, resources=self._resources)
         cores = None if self._cores is None else list(self._cores[number])
         one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
@@ -292,7 +264,7 @@ class TrainerPool:
             return
         self._progress[number] = found
         if found.lost:
-            self._tables.mark_lost(found.lost)
+            self._tables.probe(found.lost)
         if found.state == "done":
             self._finish(number, one)
         elif found.state == "failed":
@@ -349,9 +321,8 @@ class TrainerPool:
     def _check_servers(self, running):
         for server, reason in self._tables.restore_lost(self._beside_rows).items():
             self._record_failure("server", server.index, reason)
-            handle = ServerHandle(server.actor, str(server))
             for number in running:
-                self._trainers[number].handle.call("replace_server", handle, server.shards, reason)
+                self._trainers[number].handle.call("replace_server", server.handle, server.shards, reason)
 
     def _record_failure(self, kind, number, reason):
         self.failures.append(Failure(kind, number, reason, time.monotonic() - self._started_at))
@@ -366,12 +337,9 @@ def _check(cluster, work, trainers, cores, positions, directory, save_every_seco
     cluster.check_entered()
     whole_number("trainers", trainers)
     whole_number("work.workers", work.workers)
-    if cores is not None and len(cores) != trainers:
-        raise ValueError(f"cores has {len(cores)} lists, but there are {trainers} trainers: give one list per trainer.")
-    if positions is not None and len(positions) != trainers:
-        raise ValueError(f"positions={list(positions)}, but there are {trainers} trainers: give one for each.")
-    if not callable(work.batches):
-        raise ValueError("work.batches must be a function (trainer, trainers) -> (start -> iterator of batches).")
+    for name, given in (("cores", cores), ("positions", positions)):
+        if given is not None and len(given) != trainers:
+            raise ValueError(f"{name}={given} is of {len(given)} trainers, and there are {trainers}.")
     if save_every_seconds is not None:
         real_number("save_every_seconds", save_every_seconds, "a number of seconds above 0 and finite", is_positive)
         if directory is None:
@@ -388,18 +356,7 @@ def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
 
 
 class SyncServers:
-    """The sync servers of a pool: processes with a `SyncServer` each.
-
-    Args:
-      rule: synchronisation rule; None for no servers.
-      initial: initial floating leaves of one replica.
-      trainers: n.
-      sync_servers: number of servers.
-      timeout_s: seconds after which a server that does not answer counts as dead.
-
-    Raises:
-      ValueError: the rule does not permit this number of servers.
-    """
+    """The sync servers of a pool: processes with a `SyncServer` each; none without a rule."""
 
     def __init__(
         self, rule: Rule | None, initial: Sequence[np.ndarray], trainers: int, sync_servers: int, timeout_s: float
@@ -413,7 +370,7 @@ class SyncServers:
         self._servers = [self._start_server(number, self._initial) for number in range(len(self._assigned))]
 
     @property
-    def handles(self) -> list[ActorHandle]:
+    def handles(self) -> list[Handle]:
         """Handle to each server."""
         return [server.handle for server in self._servers]
 
@@ -433,18 +390,15 @@ class SyncServers:
         return [found[leaf] for leaf in range(len(self._initial))] if found else None
 
     def replace_dead(self, newest: Callable[[], list[np.ndarray] | None], absent: Iterable[int]) -> dict[int, str]:
-        """Start successors of dead servers.
+        """Start successors of dead servers; return {number of the server: reason of its death}.
 
         Args:
           newest: returns the leaves that successors start with, or None for the initial ones.
           absent: numbers of trainers that are done or given up.
-
-        Returns:
-          {number of the server: reason of its death}.
         """
         dead = {}
         for number, server in enumerate(self._servers):
-            server.poll("process_id")
+            server.poll("process_info")
             if reason := server.death_reason(self._timeout_s):
                 server.kill()
                 dead[number] = reason
@@ -473,21 +427,14 @@ class SyncServers:
 
     def _start_server(self, number, leaves):
         threads = 2 * self._trainers + 8  # for calls that wait in a round, and others meanwhile
-        mine = [leaves[leaf] for leaf in self._assigned[number]]
-        return Process(
-            SyncServer, threads, None, f"sync server {number}", self._rule, mine, self._trainers, self._timeout_s
-        )
+        args = self._rule, [leaves[leaf] for leaf in self._assigned[number]], self._trainers, self._timeout_s
+        return Process(SyncServer, f"sync server {number}", args, threads)
 
 
 class PoolTables:
-    """The shard servers of a pool, whose deaths trainers detect before the driver does.
+    """The shard servers of a pool, whose deaths trainers detect before the driver does, and the images of their rows.
 
-    Args:
-      servers: supervisor of the shard servers.
-      directory: directory of images; None for none.
-      save_every_seconds: interval between saves; None to not save.
-      params: parameters of one replica, as a template of those in an image.
-      run: run id of the images; that of the directory, or a new one, if None.
+    `params`, parameters of one replica, are a template of those in an image.
     """
 
     def __init__(
@@ -507,34 +454,26 @@ class PoolTables:
     @property
     def handles(self) -> list[ServerHandle]:
         """Handles to the servers that the tables use."""
-        return [ServerHandle(server.actor, str(server)) for server in self._servers.in_use]
+        return [server.handle for server in self._servers.in_use]
 
-    def mark_lost(self, lost: Sequence[int]) -> None:
-        """Mark shards as lost that a trainer reports, unless their server answers."""
+    def probe(self, lost: Sequence[int]) -> None:
+        """Let the tables note whether servers of shards are lost that a trainer takes for lost.
+
+        They answer if they are successors that have not been announced to the trainer yet.
+        """
         for server in self._servers.in_use:
-            # It answers if it is a successor that has not been announced to the trainer yet.
-            if set(server.shards) & set(lost) and not self._answers(server):
-                self._servers.tables.mark_lost(server.shards, "a trainer gets no answer from it")
-
-    def _answers(self, server):
-        try:
-            self._servers.tables.probe(server.shards[0])
-        except ShardsLost:
-            return False
-        return True
+            if set(server.shards) & set(lost):
+                with contextlib.suppress(ShardsLost):
+                    self._servers.tables.probe(server.shards[0])
 
     def restore_lost(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
 
         Args:
-          beside_rows: returns what an image holds beside the rows: the floating leaves of one replica, or None for the
-            initial ones, and further values; raises OSError if there are none.
+          beside_rows: `TrainerPool._beside_rows`; leaves None are the initial ones.
 
         Returns:
           {successor: reason of the death}.
-
-        Raises:
-          GivenUp: there were too many deaths.
         """
         lost, before = self._servers.tables.lost, self._servers.in_use
         if not lost:
@@ -550,11 +489,7 @@ class PoolTables:
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
 
     def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
-        """Save an image now, and wait for it; `beside_rows` as for `restore_lost`.
-
-        Raises:
-          ValueError, OSError: as for `TrainerPool.save`.
-        """
+        """As `TrainerPool.save`."""
         if self._saver is None:
             raise ValueError("this pool does not save: give directory= and save_every_seconds=.")
         if self._saving is not None:

@@ -1,5 +1,10 @@
-"""Objects in processes of their own, as Ray actors: call and poll them, and detect the deaths of the processes."""
+"""Objects in processes of their own, as Ray actors: call and poll them, and detect the deaths of the processes.
 
+Ray itself waits without a limit; every wait here has one. Ray never restarts an actor (`max_restarts=0`): the next call
+would reach an empty one, without an error.
+"""
+
+import contextlib
 import importlib
 import math
 import os
@@ -11,13 +16,41 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxrec.cluster.runtime import import_ray
-from jaxrec.cluster.servers import ACTOR_OPTIONS, RayAnswer, death_reason, kill_actor
-from jaxrec.embedding.servers import Sender, ServerGone
+from jaxrec.embedding.servers import ServerGone
 
 START_TIMEOUT_S = 120.0  # for a process to start and answer for the first time
+_ACTOR_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,  # an actor that reserves cores waits for ever where there are none left
+    "max_restarts": 0,
+    "concurrency_groups": {"lifetime": 1},
+    # No device, and one thread per server: the cores are the driver's. Its XLA flags are not for servers.
+    "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}},
+}
+_LONGEST_REASON = 300  # characters of an error message of Ray
 
 
-class ActorHandle(NamedTuple):
+class RayAnswer:
+    """`Answer` to a call of a Ray actor, from Ray's reference to the result and the name of its process."""
+
+    def __init__(self, reference: Any, name: str):
+        self._reference, self._name = reference, name
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the answer, see `Answer.result`."""
+        ray = import_ray()
+        try:
+            return ray.get(self._reference, timeout=timeout)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError("no answer yet") from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause or RuntimeError(_one_line(error)) from None
+        except ray.exceptions.ActorDiedError:  # its message is ten lines on where Ray keeps its logs
+            raise ServerGone(f"{self._name} has ended") from None
+        except ray.exceptions.RayError as error:
+            raise ServerGone(f"{self._name} cannot be reached: {_one_line(error)}") from None
+
+
+class Handle(NamedTuple):
     """Handle to an object in another process; can be pickled."""
 
     actor: Any
@@ -28,15 +61,12 @@ class ActorHandle(NamedTuple):
         return RayAnswer(getattr(self.actor, method).remote(*args), self.name)
 
 
-class ServerHandle(NamedTuple):
-    """Handle to a shard server, see `jaxrec.embedding.servers.Server`; can be pickled."""
+class ProcessInfo(NamedTuple):
+    """A process, as it reports itself."""
 
-    actor: Any
-    name: str
-
-    def call(self, verb: str, sender: Sender, *args: Any) -> RayAnswer:
-        """Send a message; return a future of the answer."""
-        return RayAnswer(self.actor.answer.remote(verb, sender, *args), self.name)
+    address: str  # of its machine
+    pid: int
+    version: str  # of jaxrec
 
 
 class Process:
@@ -44,18 +74,24 @@ class Process:
 
     Args:
       kind: class of the object.
-      threads: maximum number of concurrent calls.
-      resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
       name: name of the process in messages.
       args: arguments of the class.
+      threads: maximum number of concurrent calls.
+      resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
+
+    Attributes:
+      info: future of its `ProcessInfo`.
+      lifetime: Ray's object reference that is ready once the process has ended.
     """
 
-    def __init__(self, kind: type, threads: int, resources: dict[str, float] | None, name: str, *args: Any):
-        options = ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
-        self.name, self.actor = name, import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
-        self.handle = ActorHandle(self.actor, name)
-        self.lifetime = self.actor.lifetime.options(concurrency_group="lifetime").remote()
-        self._pid = self.handle.call("process_id")
+    def __init__(
+        self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
+    ):
+        options = _ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
+        actor = import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
+        self.name, self.handle = name, Handle(actor, name)
+        self.lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
+        self.info = self.handle.call("process_info")
         self._pending: RayAnswer | None = None
         self._started_at, self._asked_at, self._answered_at = time.monotonic(), 0.0, -math.inf
 
@@ -63,11 +99,11 @@ class Process:
     def pid(self) -> int | None:
         """Process id on its machine; None until it has started."""
         try:
-            return self._pid.result(0)
+            return self.info.result(0).pid
         except (TimeoutError, ServerGone):
             return None
 
-    def death_reason(self, timeout_s: float) -> str:
+    def death_reason(self, timeout_s: float = math.inf) -> str:
         """Return why the process counts as dead; '' if it is alive.
 
         Args:
@@ -79,11 +115,19 @@ class Process:
         # Since the call, not since the last answer: this process may itself have waited for something else meanwhile.
         if self._answered_at > -math.inf and self._pending is not None and now - self._asked_at > timeout_s:
             return f"{self.name} has not answered for {timeout_s:g} s"
-        return death_reason(self.lifetime, self.name)
+        try:
+            RayAnswer(self.lifetime, self.name).result(0)
+        except TimeoutError:
+            return ""
+        except Exception as error:
+            return str(error)
+        return f"{self.name} has ended"
 
     def kill(self) -> None:
-        """Kill the process."""
-        kill_actor(self.actor)
+        """Kill the process, if Ray still knows it; takes some seconds if it is stopped (SIGSTOP)."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.handle.actor, no_restart=True)
 
     def poll(self, method: str) -> Any:
         """Return the result of the pending call of a method and forget the call; None if there is no result yet.
@@ -118,11 +162,18 @@ def _with_lifetime(kind):
     """Return a subclass with the methods that `Process` calls."""
 
     class WithLifetime(kind):  # type: ignore[misc, valid-type]
-        def lifetime(self):
+        def lifetime(self):  # never returns: a pending call of it fails as soon as the process ends
             threading.Event().wait()
 
-        def process_id(self):
-            return os.getpid()
+        def process_info(self):
+            version = importlib.import_module("jaxrec").__version__
+            return ProcessInfo(import_ray().util.get_node_ip_address(), os.getpid(), version)
 
-    WithLifetime.__name__ = kind.__name__  # by which `ps` and Ray's logs name the process
+    # By these `ps` and Ray's logs name the process, at rest and in a call.
+    WithLifetime.__name__ = WithLifetime.__qualname__ = kind.__name__
     return WithLifetime
+
+
+def _one_line(error):
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."

@@ -50,12 +50,7 @@ def _writes_below(process, directory):
 
 
 def reap(directory: str, logs: str = "") -> None:
-    """Kill all processes of a Ray directory, and remove it.
-
-    Args:
-      directory: the directory of Ray.
-      logs: directory into which Ray's logs are copied first, in a subdirectory per session; '' to discard them.
-    """
+    """Kill all processes of a Ray directory, copy its logs into `logs` unless that is '', and remove it."""
     for _ in range(ROUNDS):
         if not (processes := marked(directory)):
             break
@@ -82,13 +77,7 @@ def essential(directory: str) -> dict[int, str]:
 
 
 def watch(driver: int, directory: str, advice: str = "") -> None:
-    """Wait for the end of the driver, and print a line if Ray dies before it.
-
-    Args:
-      driver: file descriptor that the driver writes to.
-      directory: the directory of Ray.
-      advice: how to resume, the end of that line.
-    """
+    """Wait until the driver, which writes to the file descriptor, ends; print a line with the advice if Ray dies."""
     living: dict[int, str] = {}
     while True:
         ready, _, _ = select.select([driver, *living], [], [])

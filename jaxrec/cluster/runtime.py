@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrec.bounds import whole_number
 from jaxrec.cluster import reaper
 from jaxrec.files import local_path
 
@@ -37,17 +36,14 @@ _LOCAL = {
 # Largest value, in bytes, that travels inside a message. A larger one goes through shared memory that a third process
 # manages: a read of 24,000 rows from two servers took a third longer that way.
 _INLINE = 2 << 20
+_STORE = 256 << 20  # bytes of that shared memory
 # The signals of Ctrl-C and of a closed terminal are for the driver, which saves while its servers still run.
 _NOT_FOR_RAY = (signal.SIGINT, signal.SIGHUP)
 _OURS = (signal.SIGINT, signal.SIGTERM)
 
 
 def import_ray() -> Any:
-    """Import Ray, which only clusters need; return its module.
-
-    Raises:
-      ModuleNotFoundError: Ray is not installed; the message names the extra.
-    """
+    """Import Ray, which only clusters need; return its module."""
     # Else a call after the end of a cluster would silently start another one.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
@@ -68,11 +64,10 @@ class Cluster:
     Args:
       address: address of a running cluster, 'auto' (on this machine) or such as '10.0.0.1:6379'; None starts a cluster
         on this machine, which ends with the block or with this process.
-      object_store_bytes: shared memory for messages, in bytes.
       advice: how to resume, printed if Ray itself dies, which then ends this process at once.
       log_directory: directory into which Ray's logs are copied at the end; None to discard them.
 
-    The last three apply to a cluster that is started here.
+    The last two apply to a cluster that is started here.
 
     Raises:
       ValueError: the address is malformed. On entering: authentication is switched off (by `RAY_AUTH_MODE`), there is
@@ -81,13 +76,8 @@ class Cluster:
       ModuleNotFoundError: on entering: Ray is not installed.
     """
 
-    def __init__(
-        self, address: str | None = None, object_store_bytes: int = 256 << 20, advice: str = "",
-        log_directory: str | Path | None = None,
-    ):  # fmt: skip
+    def __init__(self, address: str | None = None, advice: str = "", log_directory: str | Path | None = None):
         self.address = None if address is None else _checked_address(address)
-        # Ray's minimum is 75 MiB.
-        self._object_store_bytes = whole_number("object_store_bytes", object_store_bytes, 80 << 20)
         self._open, self._entered = contextlib.ExitStack(), False
         self._advice, self._logs = advice, "" if log_directory is None else str(local_path(log_directory).resolve())
         self._notify_reaper: Callable[[bytes], object] = lambda event: None
@@ -107,15 +97,12 @@ class Cluster:
             _refuse_without_token(self.address)
             self._notify_reaper(reaper.BEGUN)
             opened.callback(self._notify_reaper, reaper.ENDING)
-            self._watch_essential(opened)
+            self._essential = reaper.essential(self._directory) if self._directory else {}
+            for file in self._essential:
+                opened.callback(os.close, file)
+            opened.callback(self._essential.clear)
             self._open, self._entered = opened.pop_all(), True
         return self
-
-    def _watch_essential(self, opened):
-        self._essential = reaper.essential(self._directory) if self._directory else {}
-        for file in self._essential:
-            opened.callback(os.close, file)
-        opened.callback(self._essential.clear)
 
     @property
     def died(self) -> str:
@@ -146,15 +133,15 @@ class Cluster:
         """Create a directory for Ray and start its reaper; return the options and variables to start Ray with."""
         above = tempfile.gettempdir()
         short = len(above) <= _LONGEST_DIRECTORY - len("/jaxrec-12345678")
-        directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
-        self._directory = directory
+        self._directory = directory = tempfile.mkdtemp(prefix="jaxrec-", dir=above if short else "/tmp")
         opened.callback(shutil.rmtree, directory, ignore_errors=True)
-        process = _start_reaper(directory, self._advice, self._logs)
+        command = [sys.executable, "-I", "-S", reaper.__file__, directory, self._advice, self._logs]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
         self._notify_reaper = functools.partial(_notify, process)
         opened.callback(_end_reaper, process)
         options = {
             "address": "local", "num_cpus": 0, "include_dashboard": False, "_temp_dir": directory,
-            "object_store_memory": self._object_store_bytes, "_system_config": {"max_direct_call_object_size": _INLINE},
+            "object_store_memory": _STORE, "_system_config": {"max_direct_call_object_size": _INLINE},
         }  # fmt: skip
         # Not RAY_AUTH_MODE: Ray sets it when it starts, even in a process that has imported Ray before.
         return options, _LOCAL | {reaper.MARK: directory, "RAY_AUTH_TOKEN": _TOKEN}
@@ -183,14 +170,7 @@ def _check_reachable(address):
 
 
 def check_authentication(environment: Mapping[str, str]) -> None:
-    """Refuse an environment that switches authentication off: a port of Ray would let anyone run any code.
-
-    Args:
-      environment: environment variables of this process.
-
-    Raises:
-      ValueError: `RAY_AUTH_MODE` is set to another value than 'token'.
-    """
+    """Refuse an environment that switches authentication off: a port of Ray would let anyone run any code."""
     mode = environment.get("RAY_AUTH_MODE", "token")
     if mode.lower() != "token":
         raise ValueError(
@@ -236,11 +216,6 @@ def _without_worker_logs() -> Iterator[None]:
         yield
     finally:
         worker._worker_logs_enabled = before
-
-
-def _start_reaper(*arguments):
-    command = [sys.executable, "-I", "-S", reaper.__file__, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
 
 
 def _notify(process, event):

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.cluster.processes import Process
 from jaxrec.cluster.runtime import Cluster, import_ray
-from jaxrec.cluster.servers import RayServer, ServerConfig, StandbyProcess
+from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import ServerGone, deal
 from jaxrec.embedding.spec import EmbeddingSpec
@@ -27,6 +28,7 @@ from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
 
 _POLL_S = 0.2  # longest delay until the thread notices that it must end
+_MINUTES = 10  # in which `most_deaths` are tolerated
 _SECONDS = "a number of seconds above 0 and finite"
 
 
@@ -35,19 +37,12 @@ class GivenUp(OSError):
 
 
 class Death(NamedTuple):
-    """Death of a server.
+    """Death of a server."""
 
-    Attributes:
-      server: its index, in 0..P-1.
-      incarnation: the incarnation that died.
-      reason: description for logs and errors.
-      at: time of detection, in seconds of `time.monotonic`.
-    """
-
-    server: int
+    server: int  # its index, in 0..P-1
     incarnation: int
     reason: str
-    at: float
+    at: float  # time of detection, in seconds of `time.monotonic`
 
 
 class Supervisor:
@@ -65,8 +60,7 @@ class Supervisor:
       timeout_s: seconds in which a server must answer a call, else it counts as dead; longer than it takes to save or
         restore all of its rows.
       start_timeout_s: seconds for a process to start, and as many again for its initial rows.
-      most_deaths: tolerated deaths of all servers together within `within_minutes`; one more ends the run.
-      within_minutes: length of this interval, in minutes.
+      most_deaths: tolerated deaths of all servers together within ten minutes; one more ends the run.
       client: name of this client at the servers, such as the id of the run; a random one if None.
       resources: Ray resources that select each server's machine, such as {'rows': 1}; None for any machine.
       spares: standby processes, in which a successor begins without waiting for a start; about 300 MB each.
@@ -84,11 +78,13 @@ class Supervisor:
     def __init__(
         self, cluster: Cluster, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: int = 2,
         directory: str | Path | None = None, timeout_s: float = 60.0, start_timeout_s: float = 60.0,
-        most_deaths: int = 8, within_minutes: float = 10.0, client: str | None = None,
-        resources: dict[str, float] | None = None, spares: int = 0,
+        most_deaths: int = 8, client: str | None = None, resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
-        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[StandbyProcess]()
-        self._check(cluster, timeout_s, start_timeout_s, most_deaths, within_minutes)
+        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
+        real_number("timeout_s", timeout_s, _SECONDS, is_positive)
+        self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
+        self._most_deaths = whole_number("most_deaths", most_deaths, 0)
+        cluster.check_entered()
         self.deaths: list[Death] = []
         self._cluster, self._resources, self._lock = cluster, resources, threading.RLock()
         self._given_up: GivenUp | None = None
@@ -101,7 +97,7 @@ class Supervisor:
             with _probe(path) as name:
                 for index, shards in enumerate(deal(spec.shards, servers)):
                     config = self._config._replace(probe=name)
-                    self._servers.append(RayServer(config, index, shards, 1, resources))
+                    self._servers.append(RayServer(config, index, shards, 1, self._process()))
                 for server in self._servers:
                     server.wait(start_timeout_s)
             self._start_spares()
@@ -113,14 +109,6 @@ class Supervisor:
         cluster.before_end(self.close)
         self._thread.start()
 
-    def _check(self, cluster, timeout_s, start_timeout_s, most_deaths, within_minutes):
-        real_number("timeout_s", timeout_s, _SECONDS, is_positive)
-        self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
-        self._most_deaths = whole_number("most_deaths", most_deaths, 0)
-        rule = "a number of minutes above 0 and finite"
-        self._within_s = 60 * real_number("within_minutes", within_minutes, rule, is_positive)
-        cluster.check_entered()
-
     @property
     def processes(self) -> list[int | None]:
         """Process id of each server on its machine; None for a successor that has not started yet."""
@@ -129,12 +117,7 @@ class Supervisor:
     @property
     def spares(self) -> list[int]:
         """Process ids of the standby processes, after waiting until all have started."""
-        return [spare.pid(self._start_timeout_s) for spare in self._spares]
-
-    @property
-    def addresses(self) -> list[str]:
-        """Address of each server's machine."""
-        return [server.address for server in self._in_use]
+        return [spare.info.result(self._start_timeout_s).pid for spare in self._spares]
 
     @property
     def in_use(self) -> list[RayServer]:
@@ -198,14 +181,14 @@ class Supervisor:
         with self._lock:
             living = [spare for spare in self._spares if not spare.death_reason()]
             more = 0 if self._closed.is_set() else self._number_of_spares - len(living)
-            self._spares = living + [StandbyProcess(self._resources) for _ in range(more)]
+            self._spares = living + [server_process(self._resources) for _ in range(more)]
 
-    def _take_spare(self):
-        """Return a living standby process or None; the caller holds the lock."""
+    def _process(self):
+        """Return a living standby process, or a new one; the caller holds the lock."""
         while self._spares:
             if not (spare := self._spares.pop(0)).death_reason():
                 return spare
-        return None
+        return server_process(self._resources)
 
     # ---- deaths
 
@@ -239,19 +222,17 @@ class Supervisor:
             self._given_up = GivenUp(died) if died else self._too_many()
         if self._given_up is not None:
             raise self._given_up
-        self._servers[index] = RayServer(
-            self._config, index, dead.shards, dead.incarnation + 1, self._resources, self._take_spare()
-        )
+        self._servers[index] = RayServer(self._config, index, dead.shards, dead.incarnation + 1, self._process())
 
     def _too_many(self):
-        recent = [death for death in self.deaths if death.at > time.monotonic() - self._within_s]
+        recent = [death for death in self.deaths if death.at > time.monotonic() - _MINUTES * 60]
         if len(recent) <= self._most_deaths:
             return None
         last = recent[-1]
         return GivenUp(
-            f"{len(recent)} deaths of servers within {self._within_s / 60:g} minutes, above "
-            f"most_deaths={self._most_deaths}; the last one of server {last.server} (incarnation {last.incarnation}): "
-            f"{last.reason}. Look at its machine, then go on from the last save."
+            f"{len(recent)} deaths of servers within {_MINUTES} minutes, above most_deaths={self._most_deaths}; the "
+            f"last one of server {last.server} (incarnation {last.incarnation}): {last.reason}. Look at its machine, "
+            "then go on from the last save."
         )
 
     # ---- the thread

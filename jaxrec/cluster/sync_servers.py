@@ -12,41 +12,25 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.embedding.servers import Answer, ServerGone
+from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync.params import floating, initial_leaves, with_floating
 from jaxrec.shadowsync.rules import Rule
-from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, pack
+from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft
 from jaxrec.types import PyTree
 
 _POLL_S = 0.2  # longest delay until a waiting client notices that its trainer has left
 _HEARTBEATS_PER_TIMEOUT = 8
 
 
-class SyncServerHandle(Protocol):
-    """Handle to a `SyncServer`; each transport of messages implements it."""
-
-    def call(self, method: str, *args) -> Answer:
-        """Call a method of the server; return a future of its result."""
-
-
 def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[list[int]]:
-    """Distribute leaves over sync servers, by size.
+    """Distribute leaves over sync servers by their sizes in bytes; return the indices of the leaves of each server.
 
-    Args:
-      sizes: size of each leaf, in bytes.
-      rule: synchronisation rule.
-      sync_servers: number of servers; 1 for a rule without a centre, whose rounds need all leaves.
-
-    Returns:
-      Indices of the leaves of each server.
-
-    Raises:
-      ValueError: there are more servers than the rule or the leaves permit.
+    A rule without a centre takes one server, as its rounds need all leaves.
 
     >>> from jaxrec.shadowsync.rules import easgd
     >>> assign_leaves([1, 5, 3, 3], easgd(), 2)
@@ -59,17 +43,25 @@ def assign_leaves(sizes: Sequence[int], rule: Rule, sync_servers: int) -> list[l
     return [[leaf for leaf, server in enumerate(at) if server == number] for number in range(sync_servers)]
 
 
+def pack(sizes: list[int], bins: int) -> list[int]:
+    """Assign items to bins greedily: the largest first, each to the least loaded bin; return the bin of each item.
+
+    >>> pack([1, 5, 3, 3], 2)
+    [0, 0, 1, 1]
+    """
+    load, place = [0] * bins, [0] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+        place[number] = load.index(min(load))
+        # Largest first, so that small items at the end even out the loads.
+        load[place[number]] += sizes[number]
+    return place
+
+
 class SyncServer:
     """A transport between trainers in other processes, in which a successor can replace a dead trainer.
 
-    Args:
-      rule: synchronisation rule.
-      leaves: initial floating leaves of one replica that this server synchronises.
-      trainers: n.
-      timeout_s: seconds without a heartbeat after which a round no longer waits for a trainer.
-
-    Raises:
-      ValueError: as `AllToAll` and `Centre`.
+    `leaves` are the initial floating leaves of one replica that this server synchronises; arguments as for `AllToAll`
+    and `Centre`.
     """
 
     def __init__(self, rule: Rule, leaves: Sequence[np.ndarray], trainers: int, timeout_s: float):
@@ -79,12 +71,7 @@ class SyncServer:
         self._lock = threading.Lock()
 
     def join(self, trainer: int, incarnation: int) -> None:
-        """Register a trainer; it replaces its earlier incarnation, if that one has joined.
-
-        Raises:
-          PeerLeft: a later incarnation has joined.
-          ValueError: as `AllToAll.join`.
-        """
+        """Register a trainer; it replaces its earlier incarnation, if that one has joined."""
         with self._lock:
             self._check(trainer, incarnation)
             if self._incarnations[trainer] not in (0, incarnation):
@@ -93,22 +80,16 @@ class SyncServer:
             self._incarnations[trainer] = incarnation
 
     def sync_round(self, trainer: int, incarnation: int, before: list[np.ndarray], done: bool) -> tuple[list, bool]:
-        """Make a round with leaves [R, ...], see `Transport.sync_round`.
-
-        Raises:
-          PeerLeft: the trainer no longer takes part, as a successor has joined or its heartbeats have ceased.
-        """
+        """Make a round with leaves [R, ...], see `Transport.sync_round`."""
         self._check(trainer, incarnation)
         found, last = self._transport.sync_round(trainer, before, done)
         self._check(trainer, incarnation)
         return [np.array(leaf) for leaf in found], last
 
-    def heartbeat(self, trainer: int, incarnation: int) -> str:
-        """Record a heartbeat of a trainer; return why it no longer takes part, '' if it does."""
-        if incarnation != self._incarnations[trainer]:
-            return "has a successor" if incarnation < self._incarnations[trainer] else ""
-        self._transport.heartbeat(trainer)
-        return self._transport.exit_reason(trainer)
+    def heartbeat(self, trainer: int, incarnation: int) -> None:
+        """Record a heartbeat of a trainer; ignored if its successor has joined."""
+        if incarnation == self._incarnations[trainer]:
+            self._transport.heartbeat(trainer)
 
     def leave(self, trainer: int, incarnation: int, reason: str) -> None:
         """Remove a trainer, with the reason or ''; ignored if its successor has joined."""
@@ -135,33 +116,29 @@ class SyncClient:
       rule, parameters: as for `AllToAll` and `Centre`, the same for all trainers.
       trainer: number of the trainer, in 0..n-1.
       incarnation: 1, or one more than that of the trainer that it replaces.
-      sync_servers: handles to all sync servers, in the order of `assign_leaves`.
+      sync_servers: handles to all sync servers, in the order of `assign_leaves`: `call(method, *args)` calls a method
+        of `SyncServer` and returns a future `Answer`.
       timeout_s: `timeout_s` of the servers.
 
     Attributes:
       newest: leaves [R, ...] that the trainer has sent last; None before its first round.
-      waited_s: seconds for which rounds have waited for successors of sync servers.
-
-    Raises:
-      ValueError: the parameters cannot be synchronised, or not over this number of servers.
     """
 
     on_failure, last_round = "raise", True
 
     def __init__(
         self, rule: Rule, parameters: PyTree, trainer: int, incarnation: int,
-        sync_servers: Sequence[SyncServerHandle], timeout_s: float,
+        sync_servers: Sequence[Any], timeout_s: float,
     ):  # fmt: skip
         self.rule, self.timeout_s = rule, float(timeout_s)
         self.template, initial = initial_leaves(parameters)
         self._assigned = assign_leaves([leaf.nbytes for leaf in initial], rule, len(sync_servers))
         self._me, self._sync_servers = (trainer, incarnation), list(sync_servers)
-        self._joined: list[SyncServerHandle | None] = [None] * len(sync_servers)
+        self._joined: list[Any] = [None] * len(sync_servers)
         self._final: list[list | None] = [None] * len(sync_servers)  # targets of each server's last round
         self._changed, self._left = threading.Condition(), False
         self._last_heartbeat = -float("inf")
         self.newest: list[np.ndarray] | None = None
-        self.waited_s = 0.0
 
     def join(self, trainer: int) -> None:
         """Do nothing: the first `sync_round` joins, so that others do not wait for a trainer that compiles its step."""
@@ -184,18 +161,14 @@ class SyncClient:
             self._changed.notify_all()
         self._send("leave", f"{type(error).__name__}: {str(error)[:200]}" if error is not None else "")
 
-    def replace(self, number: int, server: SyncServerHandle) -> None:
+    def replace(self, number: int, server: Any) -> None:
         """Replace a dead sync server by its successor, with which a waiting round then continues."""
         with self._changed:
             self._sync_servers[number] = server
             self._changed.notify_all()
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Make a round with all sync servers at once, see `Transport.sync_round`.
-
-        Raises:
-          PeerLeft: this trainer no longer takes part, or has left.
-        """
+        """Make a round with all sync servers at once, see `Transport.sync_round`."""
         leaves = [np.asarray(leaf) for leaf in floating(before)]
         self.newest = self.newest if done and self.rule.has_centre else leaves
         open_, found = [n for n, final in enumerate(self._final) if final is None], list(self._final)
@@ -240,12 +213,10 @@ class SyncClient:
         return None
 
     def _wait_for_successor(self, number, dead):
-        started_at = time.monotonic()
         with self._changed:
             while self._sync_servers[number] is dead:
                 self._check_left()
                 self._changed.wait(_POLL_S)
-        self.waited_s += time.monotonic() - started_at
 
     def _check_left(self):
         if self._left:

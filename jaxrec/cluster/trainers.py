@@ -67,7 +67,6 @@ class Progress(NamedTuple):
     examples: int = 0  # in the batches before it
     steps: int = 0
     rounds: int = 0
-    bytes: int = 0  # sent and received by synchronisation
     waited_for_rows_s: float = 0.0
     rows_lost: int = 0  # row updates dropped because a server was dead
     lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as the trainer knows
@@ -76,20 +75,10 @@ class Progress(NamedTuple):
 
 
 class Stream:
-    """Batches of a trainer, taken by several workers, and the position up to which all of them are trained.
+    """Batches of a trainer, taken by several workers, and the position up to which all of them are trained."""
 
-    >>> stream = Stream(iter(["seven  ", "five "]), start=10, examples_of=len)
-    >>> first, second = next(stream), next(stream)
-    >>> stream.trained(11)
-    >>> stream.position, stream.examples
-    (10, 0)
-    >>> stream.trained(10)
-    >>> stream.position, stream.examples
-    (12, 12)
-    """
-
-    def __init__(self, batches: Iterator, start: int, examples_of: Callable[[Any], int] = lambda b: examples_in(b)):
-        self._batches, self._numbers, self._examples_of = batches, itertools.count(start), examples_of
+    def __init__(self, batches: Iterator, start: int):
+        self._batches, self._numbers = batches, itertools.count(start)
         self.position, self.examples = start, 0
         self._examples: dict[int, int] = {}  # {number: examples} of batches taken, but not counted yet
         self._trained_ahead: set[int] = set()  # trained, but some batch before them is not
@@ -102,7 +91,7 @@ class Stream:
     def __next__(self) -> Any:
         batch = next(self._batches)
         number = next(self._numbers)
-        self._examples[number], self._batch_of_thread[threading.get_ident()] = self._examples_of(batch), number
+        self._examples[number], self._batch_of_thread[threading.get_ident()] = examples_in(batch), number
         return batch
 
     def number(self) -> int:
@@ -127,13 +116,9 @@ def examples_in(batch: Batch) -> int:
 class RetryingTables(RemoteTables):
     """`RemoteTables` whose reads wait for the successor of a dead server, and whose `add` drops updates to its rows.
 
-    Args:
-      args, more: as for `RemoteTables`.
-      retry_timeout_s: maximum seconds for which a read waits for successors.
-
     Attributes:
       rows_lost: number of row updates dropped.
-      waited_s: seconds for which reads have waited.
+      waited_s: seconds for which reads have waited for successors, each at most `retry_timeout_s`.
     """
 
     def __init__(self, *args: Any, retry_timeout_s: float = 300.0, **more: Any):
@@ -142,11 +127,7 @@ class RetryingTables(RemoteTables):
         self.rows_lost, self.waited_s = 0, 0.0
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Read rows, see `RemoteTables.read`; wait while a server is dead.
-
-        Raises:
-          ShardsLost: there was no successor within `retry_timeout_s`.
-        """
+        """Read rows, see `RemoteTables.read`; wait while a server is dead."""
         started_at = None
         while True:
             try:
@@ -213,14 +194,11 @@ class TrainerProcess:
 
         Args:
           work: work of the pool, possibly `packed`.
-          number, trainers: number of this trainer, in 0..n-1, and n.
-          incarnation: 1, or one more than that of the trainer that it replaces.
+          number, trainers, incarnation: of this trainer.
           start: number of the first batch.
           params: initial floating leaves; None for those of `work.params`.
-          servers: handles to the shard servers.
-          sync_servers: handles to the sync servers.
+          servers, sync_servers: handles, which must answer within `timeout_s`.
           client: name of this trainer at the shard servers.
-          timeout_s: seconds in which shard servers and sync servers must answer.
           cores: numbers of the cores that its threads may use; None for all.
         """
         self._stream = Stream(iter(()), start)  # so that `progress` never reports less than the previous incarnation
@@ -234,7 +212,7 @@ class TrainerProcess:
         with self._lock:
             return Progress(
                 self._stream.position, self._stream.examples, self._steps,
-                getattr(sync, "rounds", 0), getattr(sync, "bytes", 0),
+                getattr(sync, "rounds", 0),
                 tables.waited_s if tables else 0.0, tables.rows_lost if tables else 0, tables.lost if tables else (),
                 self._state, self._reason,
             )  # fmt: skip

@@ -40,7 +40,7 @@ class Script(NamedTuple):
     """Schedule of synchronisation rounds.
 
     Attributes:
-      rule: synchronisation rule from `rules`.
+      rule: synchronisation rule.
       every_ticks: ticks from one round to the next, the k of FR-k. With a centre, trainer i begins a round in ticks t
         with (t + i) % k == 0; without one, all trainers begin together.
       latency_ticks: ticks from the beginning of a round to its result; 0 is the foreground. A shadow with back-to-back
@@ -80,10 +80,6 @@ class Emulation:
       tables: embedding tables shared by all trainers.
       ticks: number of ticks so far.
       batch_size: examples per batch of the last tick.
-
-    Raises:
-      ValueError: n or m < 1; several shards; overlapping rounds; all_reduce with several workers; a loss that takes a
-        key. In `run`: a loss that returns variables.
     """
 
     def __init__(
@@ -138,9 +134,6 @@ class Emulation:
 
         Returns:
           The mean loss of each tick, f32[ticks].
-
-        Raises:
-          ValueError: there are fewer batches than trainers, or the trainers have finished.
         """
         if self._finished:
             raise ValueError("`run` comes before `finish`: these trainers have made their last rounds.")
@@ -162,9 +155,6 @@ class Emulation:
         Results of rounds in flight are folded in. Then, with a centre, every trainer makes one more round, in order of
         trainer number, and all take the centre's parameters; without a centre, all make one common round. No effect
         without a script and with all_reduce.
-
-        Raises:
-          ValueError: `finish` was called before.
         """
         if self._finished:
             raise ValueError("`finish` comes once, after the last `run`: these trainers have made their last rounds.")
@@ -220,11 +210,7 @@ def make_events(
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
 ) -> tuple[Callable, Callable, Callable]:
-    """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters.
-
-    Raises:
-      ValueError: the loss takes a key; when the first program is traced, the loss returns variables.
-    """
+    """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters."""
     check_rng(loss, keyed=False)
 
     def compute(params, tables, plans, batch):

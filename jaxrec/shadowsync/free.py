@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import Engine
+from jaxrec.engine import Engine, result_or_error
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream
 from jaxrec.shadowsync.group import SyncGroup
@@ -46,8 +46,7 @@ class FreeTrainers(Engine):
         taken is a multiple of it.
       workers: m.
       past: result of `figures` from an earlier process, to continue counting.
-      group: options of `SyncGroup`: every_steps, every_seconds, pace_seconds, core_share, servers, bytes_per_s,
-        timeout_s, on_failure.
+      group: options of `SyncGroup`: every_steps, pace_seconds, core_share, timeout_s, on_failure.
 
     With on_failure='drop', a failing trainer is dropped until the end of the stretch and its batch is lost; in the next
     stretch it starts as a copy of the first trainer that has not failed. A stretch ended by a failure leaves no usable
@@ -55,10 +54,6 @@ class FreeTrainers(Engine):
 
     Attributes:
       step: number of batches taken from the stream.
-
-    Raises:
-      ValueError: an argument is out of range or conflicts with the others; the state's mesh does not have one device
-        per trainer; the state was trained with another rule.
     """
 
     def __init__(
@@ -80,11 +75,13 @@ class FreeTrainers(Engine):
         self._workers = whole_number("workers", workers)
         self._failure = ""
         self._take_state(state)
-        self._figures = none = _no_figures(self._replicas)
+        none: dict[str, Any] = {name: [0] * self._replicas for name in ("steps", "rounds")}
+        none |= {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
+        self._figures = none
         if past is not None:
-            if past.keys() != none.keys() or len(past["steps"]) != self._replicas:
+            if len(past["steps"]) != self._replicas:
                 raise ValueError(f"past={past!r:.200} is not what `figures` of {self._replicas} trainers has given.")
-            self._figures = past
+            self._figures = {name: past[name] for name in none}
 
     def _take_state(self, state):
         mesh = _mesh_of(state, self._free_step)
@@ -120,7 +117,7 @@ class FreeTrainers(Engine):
         """Return statistics of all stretches as JSON values.
 
         Returns:
-          steps, rounds, bytes: lists with one number per trainer; average_sync_gap: over all trainers, None without a
+          steps, rounds: lists with one number per trainer; average_sync_gap: over all trainers, None without a
           round; replica_spread: at the end of the last stretch, None before the first; batches_lost: batches taken but
           not trained; dropped: one message per dropped trainer and stretch.
         """
@@ -185,10 +182,18 @@ class FreeTrainers(Engine):
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
         raise_deferred(deferred)
-        return self._checked(_metrics_of(seen, figures, lost))
+        metrics = _metrics_of(seen, figures, lost)
+        if metrics["examples"] and not np.isfinite(metrics["loss"]):
+            raise FloatingPointError(
+                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
+                "learning rates and at the data, and go on from an image."
+            )
+        return metrics
 
     def _train(self, splitter, group, hook):
-        self._set_capacity(self._state.dense.opt_state.capacity)
+        # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
+        capacity = {name: int(rows) for name, rows in self._state.dense.opt_state.capacity.items()}
+        self._free_step.capacity = capacity if any(capacity.values()) else None
         streams, make = [splitter.batches() for _ in range(self._replicas)], group and group.trainer
         states = self._states_apart()
         try:
@@ -211,19 +216,6 @@ class FreeTrainers(Engine):
         if len(mine) == len(states):
             self._apart = self._state.dense, states
 
-    def _checked(self, metrics):
-        if metrics["examples"] and not np.isfinite(metrics["loss"]):
-            raise FloatingPointError(
-                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
-                "learning rates and at the data, and go on from an image."
-            )
-        return metrics
-
-    def _set_capacity(self, capacity):
-        # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
-        found = {name: int(rows) for name, rows in capacity.items()}
-        self._free_step.capacity = found if any(found.values()) else None
-
     def _group(self, dense) -> SyncGroup | None:
         if self._rule is None:
             return None
@@ -231,11 +223,7 @@ class FreeTrainers(Engine):
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs.
-
-        Raises:
-          ValueError: `change` does not return HostTables of the same spec; the tables are then not replaced.
-        """
+        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs."""
         changed = change(self._state.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
@@ -255,11 +243,7 @@ class FreeTrainers(Engine):
         )
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs or after a failure.
-
-        Raises:
-          ValueError: a run is active; the state has another number of trainers; as for a new FreeTrainers.
-        """
+        """Continue from another state, between two runs or after a failure."""
         if self.running:
             raise ValueError("reset within a run: leave the loop first.")
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]
@@ -304,11 +288,7 @@ class FreeState(NamedTuple):
 
 
 class StreamSplitter:
-    """Iterators over one stream for the trainers of a stretch: an idle trainer takes the next batch.
-
-    Args:
-      stream: stream of batches, accessed by one trainer at a time.
-      steps: maximum number of batches.
+    """Iterators over at most `steps` batches of a stream for the trainers of a stretch: an idle one takes the next.
 
     Attributes:
       taken: number of batches given out.
@@ -339,19 +319,9 @@ class StreamSplitter:
                 return None
             self._stream.free.clear()  # a run over the same iterator must wait
             try:
-                return self._counted(self._asked())
+                return self._counted(result_or_error(self._stream.take))
             finally:
                 self._stream.free.set()
-
-    def _asked(self):
-        """Return the next batch, END, or the error that the stream raised."""
-        try:
-            batch = self._stream.take()
-        except BaseException as error:
-            return error
-        if batch is END or isinstance(batch, Batch):
-            return batch
-        return ValueError(f"the stream has given a {type(batch).__name__}, where a Batch is expected.")
 
     def _counted(self, found):
         """Count and return a batch; return None at the end, after an error, or once closed."""
@@ -362,7 +332,10 @@ class StreamSplitter:
                 self.taken += 1
                 return found
             else:
-                self.over, self.error = True, None if found is END else found
+                self.over = True
+                if found is not END:
+                    what = f"the stream has given a {type(found).__name__}, where a Batch is expected."
+                    self.error = found if isinstance(found, BaseException) else ValueError(what)
             return None
 
 
@@ -421,15 +394,11 @@ def _first_replica(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(params))
 
 
-def _no_figures(trainers) -> dict[str, Any]:
-    zeros = {name: [0] * trainers for name in ("steps", "rounds", "bytes")}
-    return zeros | {"average_sync_gap": None, "replica_spread": None, "batches_lost": 0, "dropped": []}
-
-
 def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
     """Add the figures of a stretch to those of past stretches, as JSON values."""
-    lists = ("steps", "rounds", "bytes")
-    sums = {name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in lists}
+    sums = {
+        name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in ("steps", "rounds")
+    }
     steps, rounds = sum(sums["steps"]), sum(sums["rounds"])
     dropped = [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
     return sums | {

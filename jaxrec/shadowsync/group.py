@@ -46,14 +46,11 @@ class SyncGroup:
       rule: `easgd()`, `model_averaging()` or `bmuf()`.
       params: initial parameters of one replica, without a replica axis.
       trainers: n. All of them must join, each in its own thread.
-      every_steps: k for a foreground round every k steps of a trainer, which waits for it.
-      every_seconds: interval of foreground rounds in seconds. Without `every_steps` and `every_seconds` each trainer is
-        synchronised by a background thread.
+      every_steps: k for a foreground round every k steps of a trainer, which waits for it; None for rounds in a
+        background thread of each trainer.
       pace_seconds: minimum seconds from the start of one background round to the start of the next.
       core_share: maximum fraction of one core's time that each background thread uses for rounds, in (0, 1]. Lower it
         on a machine whose cores all train, where back-to-back rounds would slow down training.
-      servers: number of servers over which the tensors of a centre are partitioned.
-      bytes_per_s: bandwidth limit of each server; None for no limit.
       timeout_s: seconds without a sign of life after which an awaited trainer is overdue. It must exceed the longest
         time between two `exchange` calls of a trainer, compilation included.
       on_failure: effect on the other trainers when one leaves early or is overdue: 'raise' ends their training with a
@@ -65,10 +62,6 @@ class SyncGroup:
 
     Attributes:
       transport: `AllToAll` or `Centre` through which the trainers meet, for synchronisers created without the group.
-
-    Raises:
-      ValueError: an argument is out of range, or the parameters cannot be synchronised.
-      TypeError: servers or bytes_per_s with a rule without a centre; pace_seconds or core_share in the foreground.
     """
 
     transport: AllToAll | Centre
@@ -80,24 +73,21 @@ class SyncGroup:
         trainers: int,
         *,
         every_steps: int | None = None,
-        every_seconds: float | None = None,
         pace_seconds: float | None = None,
         core_share: float | None = None,
-        servers: int | None = None,
-        bytes_per_s: float | None = None,
         timeout_s: float = 60.0,
         on_failure: str = "raise",
         last_round: bool = True,
         memory: dict[str, Any] | None = None,
     ):
-        of_all: dict[str, Any] = {"timeout_s": timeout_s, "on_failure": on_failure, "last_round": last_round}
-        if memory is not None:
-            of_all["memory"] = memory["shared"]
-        of_centre = _given(servers=servers, bytes_per_s=bytes_per_s)
-        self.transport = (Centre if rule.has_centre else AllToAll)(rule, params, trainers, **of_all, **of_centre)
-        self._foreground = _given(every_steps=every_steps, every_seconds=every_seconds)
-        self._options = self._foreground | _given(pace_seconds=pace_seconds, core_share=core_share)
-        self._waited = [0.0] * trainers if memory is None else np.asarray(memory["waited"]).tolist()
+        self.transport = (Centre if rule.has_centre else AllToAll)(
+            rule, params, trainers, timeout_s=timeout_s, on_failure=on_failure, last_round=last_round,
+            memory=None if memory is None else memory["shared"],
+        )  # fmt: skip
+        self._foreground = every_steps is not None
+        options: dict[str, Any] = {"every_steps": every_steps, "pace_seconds": pace_seconds, "core_share": core_share}
+        self._options = {name: value for name, value in options.items() if value is not None}  # else their defaults
+        self._waited = [0] * trainers if memory is None else [int(steps) for steps in memory["waited"]]
         if len(self._waited) != trainers:
             raise ValueError(f"the memory is of {len(self._waited)} trainers and the group of {trainers}.")
         self._of_trainers: dict[int, Synchroniser] = {}
@@ -109,7 +99,7 @@ class SyncGroup:
 
         Returns:
           {'shared': pytree of arrays, the centre of EASGD or the global model and momentum of BMUF,
-          'waited': f64[n], steps or seconds of each trainer since its last foreground round was due}.
+          'waited': f64[n], steps of each trainer since its last foreground round was due}.
         """
         waited = [getattr(self._of_trainers.get(i), "waited", before) for i, before in enumerate(self._waited)]
         return {"shared": self.transport.memory, "waited": np.array(waited, np.float64)}
@@ -123,20 +113,12 @@ class SyncGroup:
         Returns:
           A `Shadow` or a `Foreground`: a context manager with `exchange`, `finish`, `hook` (`exchange` as a hook of
           `fit` or `Pipeline`), `rounds` and `average_sync_gap`.
-
-        Raises:
-          ValueError: on entering, if there is no such trainer or its number was used before.
         """
         made: Synchroniser
         if self._foreground:
-            waited = self._waited[number] if number in range(len(self._waited)) else 0.0
+            waited = self._waited[number] if number in range(len(self._waited)) else 0
             made = Foreground(self.transport, number, waited=waited, **self._options)
         else:
             made = Shadow(self.transport, number, **self._options)
         self._of_trainers[number] = made
         return made
-
-
-def _given(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None, so that the callee's defaults apply to the others."""
-    return {name: value for name, value in arguments.items() if value is not None}

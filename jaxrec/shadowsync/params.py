@@ -43,11 +43,7 @@ def with_floating(tree: PyTree, new: list) -> PyTree:
 
 
 def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
-    """Return the template of one replica's initial parameters, and host copies of their floating leaves.
-
-    Raises:
-      ValueError: there is no floating leaf, or a leaf is complex or not finite.
-    """
+    """Return the template of one replica's initial parameters, and host copies of their floating leaves."""
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)]
     for name, leaf in named:
         if jnp.issubdtype(getattr(leaf, "dtype", None) or np.asarray(leaf).dtype, jnp.complexfloating):
@@ -66,11 +62,7 @@ def initial_leaves(parameters: PyTree) -> tuple[Template, list[np.ndarray]]:
 
 
 def check_leaves(names: Sequence[str], leaves: Sequence[np.ndarray], what: str) -> None:
-    """Check that host leaves are finite: a mean would spread nan or inf to all trainers.
-
-    Raises:
-      ValueError: a leaf holds nan or inf; the message names the first one.
-    """
+    """Check that host leaves are finite: a mean would spread nan or inf to all trainers."""
     for name, leaf in zip(names, leaves, strict=True):
         if not np.isfinite(leaf).all():
             raise ValueError(
@@ -86,10 +78,6 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
     >>> replicas_in(template, {"w": np.ones((2, 3)), "b": np.ones(2)}, "trainer 0"), replicas_in(
     ...     template, {"w": np.ones(3), "b": np.ones(())}, "trainer 0")
     (2, None)
-
-    Raises:
-      ValueError: structure or shapes differ from the template, or only some leaves have the replica axis; the message
-        names the first such leaf.
     """
     found = [np.shape(leaf) for leaf in floating(tree)]
     replicas = found[0][0] if found and len(found[0]) > len(template.shapes[0]) else 0
@@ -101,11 +89,7 @@ def replicas_in(template: Template, tree: PyTree, what: str) -> int | None:
 
 
 def check_names(template: Template, tree: PyTree, what: str) -> None:
-    """Check that the floating leaves of a tree have the names and the order of the template.
-
-    Raises:
-      ValueError: names or order differ; the message names the first such leaf.
-    """
+    """Check that the floating leaves of a tree have the names and the order of the template."""
     paths = jax.tree_util.tree_leaves_with_path(tree)
     found = [jax.tree_util.keystr(path) for path, leaf in paths if is_synchronised(leaf)]
     for wanted, name in itertools.zip_longest(template.names, found, fillvalue="nothing"):
@@ -184,11 +168,7 @@ def replica_spread(params: PyTree) -> float:
 
 
 def on_device(leaf: Any) -> jax.Array:
-    """Return a leaf as a JAX array of the same dtype.
-
-    Raises:
-      ValueError: the leaf is traced, or JAX would change its dtype.
-    """
+    """Return a leaf as a JAX array of the same dtype."""
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError("a synchroniser was called by a function under jit: call it between two steps, outside.")
     if not isinstance(leaf, jax.Array):

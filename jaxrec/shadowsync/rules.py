@@ -68,9 +68,6 @@ def easgd(alpha: float = 0.5, form: str = "symmetric") -> Rule:
     Args:
       alpha: elastic weight in (0, 1].
       form: 'symmetric', as in the EASGD paper, or 'sequential', where the trainer moves towards the updated centre.
-
-    Raises:
-      ValueError: alpha is outside (0, 1], or form is unknown.
     """
     alpha = _checked_alpha(alpha)
     if form not in ("symmetric", "sequential"):
@@ -101,9 +98,6 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
     Args:
       alpha: weight of the mean, in (0, 1].
       form: 'delta', or 'lerp', the equation of ShadowSync as we recall it.
-
-    Raises:
-      ValueError: alpha is outside (0, 1], or form is unknown.
     """
     settings, merge = (("alpha", _checked_alpha(alpha)), ("form", form)), _towards(alpha, form)
     return Rule("model_averaging", False, lambda parameters: (), lambda shared, mean: (shared, mean), merge, settings)
@@ -124,9 +118,6 @@ def bmuf(alpha: float = 0.5, eta: float = 1.0, momentum: float = 0.0, form: str 
       eta: block step size, above 0.
       momentum: block momentum, in [0, 1).
       form: 'delta' or 'lerp', as in `model_averaging`.
-
-    Raises:
-      ValueError: a number is out of range, or form is unknown.
     """
     alpha, eta = _checked_alpha(alpha), float(real_number("eta", eta, "above 0", is_positive))
     momentum = float(real_number("momentum", momentum, "from 0 to below 1", lambda x: 0 <= x < 1))

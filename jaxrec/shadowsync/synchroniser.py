@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.bounds import is_not_negative, is_portion, is_positive, real_number, whole_number
+from jaxrec.bounds import is_not_negative, is_portion, real_number, whole_number
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.params import (
     Live,
@@ -45,7 +45,6 @@ class Round(NamedTuple):
 
     before: list[jax.Array]
     target: list[jax.Array]
-    bytes: int  # sent and received
 
 
 class Synchroniser:
@@ -54,14 +53,13 @@ class Synchroniser:
     Attributes:
       steps: number of `exchange` calls.
       rounds: number of rounds whose results were folded in by `exchange` or `finish`, without those made by `finish`.
-      bytes: bytes of floating leaves sent and received in these rounds.
     """
 
     def __init__(self, transport: Transport, trainer: int):
         self._transport, self._trainer, self._rule = transport, trainer, transport.rule
         self._phase = "has not been entered"
         self._structures: list = []  # tree structure of the last state whose names were checked
-        self.steps = self.rounds = self.bytes = 0
+        self.steps = self.rounds = 0
 
     @property
     def average_sync_gap(self) -> float:
@@ -208,17 +206,14 @@ class Synchroniser:
         return self._transport.sync_round(self._trainer, before, done)
 
     def _round_of(self, live) -> Round:
-        before = live.to_host()
-        target, _ = self._meet(before)
-        moved = sum(leaf.nbytes for leaf in (*before, *target))
-        return Round(live.leaves, live.from_host(target), moved)
+        target, _ = self._meet(live.to_host())
+        return Round(live.leaves, live.from_host(target))
 
     def _folded(self, live, result):
         """Count a round and return the leaves with its result folded in; unchanged leaves if there is none."""
         if result is None:
             return live.leaves
         self.rounds += 1
-        self.bytes += result.bytes
         # The leaves may have moved to other devices since the round began.
         return live.fold(live.leaves, place(result.before, live.leaves), place(result.target, live.leaves))
 
@@ -240,47 +235,24 @@ class Synchroniser:
 
 
 class Foreground(Synchroniser):
-    """Synchroniser that makes a round every k steps or seconds, for which training waits (FR-k).
+    """Synchroniser that makes a round every k steps, for which training waits (FR-k).
 
     It is used in a `with` block like `Shadow`.
 
     Args:
       transport, trainer: as for `Shadow`.
-      every_steps: steps from one round to the next, at least 1; or None.
-      every_seconds: seconds from one round to the next, above 0; or None.
-      waited: steps or seconds already passed since a round was due, when an earlier training is continued.
-
-    Raises:
-      ValueError: not exactly one of `every_steps` and `every_seconds` is given, or it is out of range.
+      every_steps: k, at least 1.
+      waited: steps already made since a round was due, when an earlier training is continued.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        trainer: int = 0,
-        every_steps: int | None = None,
-        every_seconds: float | None = None,
-        waited: float = 0,
-    ):
-        if (every_steps is None) == (every_seconds is None):
-            raise ValueError("give every_steps or every_seconds, one of them.")
-        if every_steps is not None:
-            whole_number("every_steps", every_steps)
-        if every_seconds is not None:
-            real_number("every_seconds", every_seconds, "above 0 and finite", is_positive)
+    def __init__(self, transport: Transport, trainer: int = 0, *, every_steps: int, waited: int = 0):
         super().__init__(transport, trainer)
-        self._steps, self._seconds, self._before = every_steps, every_seconds, waited
+        self._every, self._before = whole_number("every_steps", every_steps), waited
 
     @property
-    def waited(self) -> float:
-        """Steps or seconds since a round was last due."""
-        if self._steps is not None:
-            return (self._before + self.steps) % self._steps
-        return self._before if self._phase == "has not been entered" else time.monotonic() - self._last
-
-    def _begin(self):
-        # On entering, not on construction: compilation in between is not training time.
-        self._last = time.monotonic() - self._before
+    def waited(self) -> int:
+        """Steps since a round was last due."""
+        return (self._before + self.steps) % self._every
 
     def exchange(self, state: Any) -> Any:
         """Make a round if one is due; otherwise as `Synchroniser.exchange`."""
@@ -288,34 +260,20 @@ class Foreground(Synchroniser):
         # Compiles the fold before the first round, where all other trainers would wait for it.
         if not self._looks_known(state):
             self._live(state)
-        return self.sync_round(state)(state) if self.due() else state
+        return self.round_from(state)(state) if self.due() else state
 
     def due(self) -> bool:
         """Count a step, report a sign of life, and return whether a round is due."""
         self._transport.heartbeat(self._trainer)
         self.steps += 1
-        if self._steps is not None:
-            return self.waited == 0
-        if self._seconds is not None and time.monotonic() - self._last < self._seconds:
-            return False
-        self._last = time.monotonic()
-        return True
+        return self.waited == 0
 
-    def sync_round(self, before: Any) -> Callable[[Any], Any]:
-        """Make a round, and return the function that folds its result into a state.
+    def round_from(self, before: Any) -> Callable[[Any], Any]:
+        """Make a round from a state, which must not be donated meanwhile; return the fold, state -> state.
 
         The two halves of `exchange`, for a trainer whose other workers keep training in between.
-
-        Args:
-          before: state in a form that `exchange` accepts; it must not be donated during the round.
-
-        Returns:
-          A function: current state -> state with the round's result folded in.
-
-        Raises:
-          As `exchange`.
         """
-        self._check_open("sync_round")
+        self._check_open("round_from")
         result = self._round_of(self._live(before))
         # Counted when folded in, as in a shadow.
         return lambda state: with_leaves(state, self._folded(self._live(state), result))

@@ -1,7 +1,7 @@
 """Transports between the trainers of one process: common rounds, or a centre that each trainer visits independently.
 
 No trainer waits indefinitely. An awaited trainer without a sign of life for `timeout_s` is overdue; signs of life
-are its rounds, its `exchange` calls and its transfers in flight. If a trainer leaves early or is overdue, then with
+are its rounds and its `exchange` calls. If a trainer leaves early or is overdue, then with
 on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with 'drop' rounds continue
 without it, and its contribution to the current round is discarded; with 'replace' they also continue, a successor may
 join in its place, and the end of training waits for the successor until `give_up` is called.
@@ -38,13 +38,9 @@ class Transport(Protocol):
     raises `PeerLeft` rather than wait indefinitely or continue for a trainer that has left.
 
     Attributes:
-      rule: synchronisation rule.
+      rule, timeout_s, on_failure, last_round: as for `AllToAll`; if `last_round` is False, the target of the last
+        `sync_round` is unused.
       template: names and shapes of the floating leaves of one replica.
-      timeout_s: maximum seconds to wait for a trainer without a sign of life.
-      on_failure: reaction to a trainer that leaves early: raise in the others ('raise'), continue without it ('drop'),
-        or continue and let a successor join ('replace').
-      last_round: whether trainers are brought together at the end; if False, the target of the last `sync_round` is
-      unused.
     """
 
     rule: Rule
@@ -61,6 +57,10 @@ class Transport(Protocol):
 
         A trainer that is done calls it with done=True until it was the last round. With a centre it then sends nothing,
         waits for the others, and gets the centre's parameters.
+
+        Raises:
+          PeerLeft: another trainer has left or is overdue, or this one was dropped.
+          ValueError: the leaves do not fit the template, or this trainer has not joined.
         """
 
     def leave(self, trainer: int, error: BaseException | None = None) -> None:
@@ -87,35 +87,51 @@ class Member:
 class Membership:
     """Base class of transports that tracks which trainers have joined, left, finished or been lost.
 
-    `_changed` guards all fields except `Member.seen`.
+    `_changed` guards all fields except `Member.seen`. Arguments: see `AllToAll`.
     """
+
+    has_centre: bool  # of its rules
 
     def __init__(
         self,
         rule: Rule,
         parameters: PyTree,
-        trainers: int,
-        timeout_s: float,
-        on_failure: str,
-        last_round: bool,
+        trainers: int = 1,
+        *,
+        timeout_s: float = 60.0,
+        on_failure: str = "raise",
+        last_round: bool = True,
+        memory: PyTree | None = None,
     ):
+        if rule.has_centre != self.has_centre:
+            needs, other = ("with", "AllToAll") if self.has_centre else ("without", "Centre")
+            raise ValueError(
+                f"{type(self).__name__} needs a rule {needs} a centre, got {rule.describe()}: use {other}."
+            )
         whole_number("trainers", trainers)
         self.timeout_s = float(real_number("timeout_s", timeout_s, "above 0 and finite", is_positive))
         if on_failure not in ("raise", "drop", "replace"):
             raise ValueError(f"on_failure={on_failure!r} must be 'raise', 'drop' or 'replace'.")
         self.rule, self.on_failure, self.last_round = rule, on_failure, last_round
         self.template, self._initial = initial_leaves(parameters)
+        self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
         # All members exist from the start, so that a trainer that never joins is awaited too.
         self._members = [Member() for _ in range(trainers)]
         self._changed, self._failure = threading.Condition(), ""
+        self._prepare(parameters)
+
+    def _prepare(self, parameters: PyTree) -> None:
+        """Create the fields of a subclass."""
+        raise NotImplementedError
+
+    @property
+    def memory(self) -> PyTree:
+        """Shared state of the rule as NumPy arrays: the centre, or global model and momentum of BMUF; else empty."""
+        with uninterrupted(), self._changed:
+            return jax.tree.map(np.array, self._shared)
 
     def join(self, trainer: int) -> None:
-        """Register a trainer, or its successor; a transport serves a single training.
-
-        Raises:
-          ValueError: there is no such trainer, or it has joined before.
-          PeerLeft: the others have stopped.
-        """
+        """Register a trainer, or its successor; a transport serves a single training."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             if member.state in ("here", "done"):
@@ -217,13 +233,9 @@ class Membership:
         Call it without holding the lock, as Ctrl-C ends the wait.
         """
         is_over = functools.partial(self._is_over, trainer, time.monotonic(), over, awaited)
-        while not wait(self._changed, is_over, self._nap):
-            pass
-
-    @property
-    def _nap(self):
         # A waiting trainer gives a sign of life at least this often, so that trainers waiting for it do not lose it.
-        return self.timeout_s / 8
+        while not wait(self._changed, is_over, self.timeout_s / 8):
+            pass
 
     def _is_over(self, trainer, since, over, awaited):
         # Checked before failures: a completed round counts even if other trainers were lost since.
@@ -251,47 +263,24 @@ class Membership:
 class AllToAll(Membership):
     """Transport with common rounds of all trainers, for rules that combine the mean over all replicas.
 
-    Args:
-      rule: model averaging or BMUF; the transport holds its shared state once for all trainers.
-      parameters: initial parameters of one replica, without a replica axis; the initial global model of BMUF.
-      trainers: n; a round waits for all of them until all are done.
-      timeout_s: seconds that a round waits for a trainer without a sign of life. It must exceed the longest time
-        between two `exchange` calls of a trainer, compilation included; rounds may be rarer.
-      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
-        join in its place.
-      last_round: whether trainers that are done are brought together in a last round.
-      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
+    A round waits for all trainers until all are done.
 
-    Raises:
-      ValueError: the rule has a centre; another argument is out of range; the parameters cannot be synchronised; the
-        memory belongs to another rule or to other parameters.
+    Args:
+      rule: synchronisation rule, whose shared state the transport holds once for all trainers.
+      parameters: initial parameters of one replica, without a replica axis.
+      trainers, timeout_s, last_round: as for `SyncGroup`. Rounds may be rarer than the time-out.
+      on_failure: 'raise' or 'drop' as for `SyncGroup`, or 'replace' if a successor may join in place of a trainer that
+        leaves early or is overdue.
+      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        parameters: PyTree,
-        trainers: int = 1,
-        *,
-        timeout_s: float = 60.0,
-        on_failure: str = "raise",
-        last_round: bool = True,
-        memory: PyTree | None = None,
-    ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
-        if rule.has_centre:
-            raise ValueError(f"AllToAll needs a rule without a centre, got {rule.describe()}: use Centre.")
-        self._shared: Any = _remembered(rule.init(self._initial), memory, rule)
+    has_centre = False
+
+    def _prepare(self, parameters):
         self._contributions: dict[int, tuple[list, bool]] = {}  # trainer -> leaves and `done` in the current round
         self._round = 0
         self._target: list[np.ndarray] = []  # target of the last completed round
         self._last = False
-
-    @property
-    def memory(self) -> PyTree:
-        """Shared state of the rule as NumPy arrays: global model and momentum of BMUF, empty for model averaging."""
-        with uninterrupted(), self._changed:
-            return jax.tree.map(np.array, self._shared)
 
     @property
     def parameters(self) -> list[np.ndarray]:
@@ -301,12 +290,7 @@ class AllToAll(Membership):
         return [x.astype(initial.dtype) for x, initial in zip(newest, self._initial, strict=True)]
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Make a round with all other trainers; every replica gets the same target, in float32 or wider.
-
-        Raises:
-          ValueError: the leaves do not fit the template, or this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one was dropped.
-        """
+        """Make a round with all other trainers; every replica gets the same target, in float32 or wider."""
         leaves, replicas = _contribution(self.template, before, trainer)
         round_ = self._round  # read without the lock, as no round ends without this trainer
         missing = lambda: set(self._awaited()) - set(self._contributions)
@@ -353,74 +337,25 @@ class AllToAll(Membership):
 
 
 class Centre(Membership):
-    """Transport with in-process synchronisation parameter servers, for EASGD: trainers make rounds independently.
+    """Transport with a centre, for EASGD: trainers make rounds with it independently of each other.
 
-    The tensors are bin-packed over the servers by size. Server bandwidth is emulated: transfers of a server are
-    serialised, and `sync_round` waits for their duration.
-
-    Args:
-      rule: a rule with a centre.
-      parameters: initial parameters of one replica, without a replica axis.
-      trainers: n; a trainer that is done waits for all of them.
-      servers: number of servers.
-      bytes_per_s: bandwidth of each server, both directions together; None for no limit.
-      timeout_s: seconds that a trainer that is done waits for another without a sign of life. It must exceed the
-        longest time between two `exchange` calls of a trainer; rounds and transfers may take longer.
-      on_failure: effect of a trainer that leaves early or is overdue: 'raise', 'drop', or 'replace' if a successor may
-        join in its place.
-      last_round: whether trainers that are done make a last round with the centre and get its parameters.
-      memory: `memory` of an earlier transport to continue from; None to start from the initial parameters.
-
-    Raises:
-      ValueError: the rule has no centre; another argument is out of range; the parameters cannot be synchronised; the
-        memory belongs to another rule or to other parameters.
+    Arguments as for `AllToAll`; only a trainer that is done waits for the others.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        parameters: PyTree,
-        trainers: int = 1,
-        *,
-        servers: int = 1,
-        bytes_per_s: float | None = None,
-        timeout_s: float = 60.0,
-        on_failure: str = "raise",
-        last_round: bool = True,
-        memory: PyTree | None = None,
-    ):
-        super().__init__(rule, parameters, trainers, timeout_s, on_failure, last_round)
-        if not rule.has_centre:
-            raise ValueError(f"Centre needs a rule with a centre, got {rule.describe()}: use AllToAll.")
-        whole_number("servers", servers)
-        if bytes_per_s is not None:
-            real_number("bytes_per_s", bytes_per_s, "above 0, or None", lambda x: x > 0)
-        self._tree = with_floating(_on_host(parameters), self._initial)
-        self._centre = _remembered([rule.init(leaf) for leaf in self._initial], memory, rule)
-        self._turn = threading.Lock()  # held while moving the centre
-        self._bytes_per_s, self._free_at = bytes_per_s, [0.0] * servers
-        sizes = [2 * leaf.nbytes for leaf in self._initial]  # both directions
-        places = pack(sizes, servers)
-        self._bytes_of = [sum(s for s, at in zip(sizes, places, strict=True) if at == n) for n in range(servers)]
+    has_centre = True
 
-    @property
-    def memory(self) -> PyTree:
-        """Leaves of the centre as NumPy arrays, in float32 or wider, in the order of the template."""
-        return self._now()
+    def _prepare(self, parameters):
+        self._tree = with_floating(_on_host(parameters), self._initial)
+        self._turn = threading.Lock()  # held while moving the centre
 
     @property
     def parameters(self) -> PyTree:
         """Current centre in the structure and dtypes of the initial parameters, including their other leaves."""
-        pairs = zip(self._now(), self._initial, strict=True)
+        pairs = zip(self._shared, self._initial, strict=True)
         return with_floating(self._tree, [x.astype(initial.dtype) for x, initial in pairs])
 
     def sync_round(self, trainer: int, before: PyTree, done: bool) -> tuple[PyTree, bool]:
-        """Move the centre towards each replica of a trainer in turn, atomically.
-
-        Raises:
-          ValueError: the leaves do not fit the template, or this trainer has not joined.
-          PeerLeft: another trainer has left or is overdue, or this one was dropped.
-        """
+        """Move the centre towards each replica of a trainer in turn, atomically."""
         leaves, replicas = _contribution(self.template, before, trainer)
         with uninterrupted(), self._changed:
             member = self._taking_part(trainer)
@@ -429,10 +364,7 @@ class Centre(Membership):
                 self._end_if_complete()
         if done:
             self._wait(trainer, lambda: member.state == "finished", self._awaited)
-            return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._now()]), True
-        # Transfers come first: a trainer dropped during one must not move the centre.
-        for _ in range(replicas):
-            self._transfer(trainer)
+            return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._shared]), True
         targets = self._move(trainer, leaves, replicas)
         self._count(trainer)
         return with_floating(before, [np.stack(target) for target in zip(*targets, strict=True)]), False
@@ -441,41 +373,21 @@ class Centre(Membership):
         """Return the targets of each replica; move the centre at the end, if the trainer still takes part."""
         # Not under `_changed`: a rule may compute for long, while others must be able to give signs of life.
         with uninterrupted(), self._turn:
-            centre, targets = self._centre, []
+            centre, targets = self._shared, []
             for replica in range(replicas):
-                pairs = [self.rule.combine(c, leaf[replica]) for c, leaf in zip(centre, leaves, strict=True)]
-                centre = [moved for moved, _ in pairs]
-                targets.append([target for _, target in pairs])
+                centre, target = self.rule.combine(centre, [leaf[replica] for leaf in leaves])
+                targets.append(target)
             with self._changed:
                 self._taking_part(trainer)
                 # A single assignment of new arrays, so that readers without the lock see one version.
-                self._centre = centre
+                self._shared = centre
         return targets
-
-    def _now(self):
-        return [np.array(leaf) for leaf in self._centre]
 
     def _end_if_complete(self):
         if not self._awaited() and not self._failure and not any(map(self._lacks, self._members)):
             for member in self._members:
                 member.state = "finished" if member.state == "done" else member.state
         self._changed.notify_all()
-
-    def _transfer(self, trainer):
-        """Wait until the slowest server has received and sent its tensors, after transfers queued before."""
-        if self._bytes_per_s is None:
-            return
-        with uninterrupted(), self._changed:
-            self._free_at = queued(self._free_at, self._bytes_of, self._bytes_per_s, time.monotonic())
-            # A round needs all tensors, so the slowest server decides.
-            until = max(self._free_at)
-        while (left := until - time.monotonic()) > 0:
-            wait(self._changed, functools.partial(self._is_hindered, trainer), min(left, self._nap))
-
-    def _is_hindered(self, trainer):
-        """Raise if a trainer in a transfer no longer takes part; else record a sign of life and return False."""
-        self._taking_part(trainer).seen = time.monotonic()
-        return False
 
 
 def _remembered(fresh, memory, rule):
@@ -499,29 +411,6 @@ def _on_host(tree):
     is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     copied = lambda leaf: np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
     return jax.tree.map(copied, tree)
-
-
-def queued(free_at: list[float], sizes: list[int], bytes_per_s: float, now: float) -> list[float]:
-    """Return when each server will have transferred `sizes` bytes enqueued now, after transfers queued before.
-
-    >>> queued([0.0, 5.0], [10, 10], bytes_per_s=10.0, now=3.0)
-    [4.0, 6.0]
-    """
-    return [max(now, at) + size / bytes_per_s for at, size in zip(free_at, sizes, strict=True)]
-
-
-def pack(sizes: list[int], bins: int) -> list[int]:
-    """Assign items to bins greedily: the largest first, each to the least loaded bin; return the bin of each item.
-
-    >>> pack([1, 5, 3, 3], 2)
-    [0, 0, 1, 1]
-    """
-    load, place = [0] * bins, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        place[number] = load.index(min(load))
-        # Largest first, so that small items at the end even out the loads.
-        load[place[number]] += sizes[number]
-    return place
 
 
 def _contribution(template, before, trainer):

@@ -55,9 +55,6 @@ class FreeStep:
     Attributes:
       capacity: {stack: U} of the plans so far, None before the first. Capacities only grow and are shared by all
         workers, so that few shapes are compiled.
-
-    Raises:
-      ValueError: the loss takes a key.
     """
 
     def __init__(
@@ -94,10 +91,7 @@ class FreeStep:
 
 
 class Shared:
-    """State that the trainers of a run share: step, tables, hook, threads and failures.
-
-    Plain Python flags and lists are read and written without a lock.
-    """
+    """What the trainers of a run share; its flags and lists are read and written without a lock."""
 
     def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
         self.step, self.tables, self.hook = step, tables, hook
@@ -137,7 +131,7 @@ class Trainer:
         # Guards `dense`; held for dispatch only, never while a program or a round runs.
         self.lock = threading.Lock()
         self.turns = threading.Lock()  # serialises foreground rounds
-        self.steps = self.examples = self.batch_size = 0
+        self.steps = self.examples = 0
         self.entered: Synchroniser | None = None
         self.failed = self.ended = False
         self.end = time.perf_counter()  # end of the last step
@@ -247,7 +241,7 @@ class Trainer:
             # Counted before the exchange, which may raise although the step is done.
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
-            self.batch_size, step = len(batch.label), self.steps
+            step = self.steps
             # Under the same lock as the step, so that an exchange sees the parameters between two steps.
             due = self._exchange()
         # Without the lock: the other workers keep training during a round.
@@ -271,7 +265,7 @@ class Trainer:
             with self.lock:
                 before = self.shared.step.copy(self.dense.params)  # a later step donates them
             # Without `lock`, as a round waits for the other trainers.
-            fold = foreground.sync_round(before)
+            fold = foreground.round_from(before)
             with self.lock:
                 # Folded into the current parameters, as other workers kept training during the round.
                 self.dense = self.dense._replace(params=fold(self.dense.params))
@@ -283,10 +277,8 @@ class Figures(NamedTuple):
     examples: int
     seconds: float  # until the last worker was done, without later rounds
     examples_per_s: float
-    example_level_parallelism: int  # B m n: examples in flight
     steps: list[int]  # steps of each trainer
     rounds: list[int]  # rounds of each trainer
-    bytes: list[int]  # bytes sent and received by each trainer's synchronisation
     average_sync_gap: list[float]  # steps of each trainer per round; inf without a round
     replica_spread: float  # spread of the replicas at the end, without dropped trainers
     # Error of each dropped trainer by number; empty if a failure stops all.
@@ -397,7 +389,7 @@ def train_stretch(
     start = time.perf_counter()
     _run(shared, trainers)
     _raise_or_warn(shared, trainers)
-    return [trainer.dense for trainer in trainers], _figures(shared, trainers, start, workers_per_trainer)
+    return [trainer.dense for trainer in trainers], _figures(shared, trainers, start)
 
 
 def _check(states, tables, streams, workers):
@@ -456,22 +448,18 @@ def _raise_or_warn(shared, trainers):
         warnings.warn(f"trainer {trainer} was dropped: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=4)
 
 
-def _figures(shared, trainers, start, workers):
+def _figures(shared, trainers, start):
     seconds = max(trainer.end for trainer in trainers) - start
     examples = sum(trainer.examples for trainer in trainers)
-    batch_size = max(trainer.batch_size for trainer in trainers)
-    syncs = [trainer.synchroniser for trainer in trainers]
-    rounds = [getattr(sync, "rounds", 0) for sync in syncs]
+    rounds = [getattr(trainer.synchroniser, "rounds", 0) for trainer in trainers]
     gaps = [t.steps / number if number else float("inf") for t, number in zip(trainers, rounds, strict=True)]
     replicas = [jax.device_get(trainer.dense.params) for trainer in trainers if not trainer.failed]
     return Figures(
         examples=examples,
         seconds=seconds,
         examples_per_s=examples / seconds,
-        example_level_parallelism=batch_size * workers * len(trainers),
         steps=[trainer.steps for trainer in trainers],
         rounds=rounds,
-        bytes=[getattr(sync, "bytes", 0) for sync in syncs],
         average_sync_gap=gaps,
         replica_spread=replica_spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
         # Reversed, so that the first of several errors of a trainer is kept.

@@ -24,11 +24,6 @@ def _(directory):
         pass
 
 
-@situation("a store that is smaller than Ray takes", ValueError, "object_store_bytes=1000 must be a whole number")
-def _(directory):
-    Cluster(object_store_bytes=1000)
-
-
 @situation("authentication that is switched off", ValueError, "RAY_AUTH_MODE=disabled switches the authentication")
 def _(directory):
     check_authentication({"RAY_AUTH_MODE": "disabled"})
@@ -62,7 +57,6 @@ for name, value, match in (
     ("start_timeout_s", float("inf"), "start_timeout_s=inf must be a number of seconds"),
     ("spares", -1, "spares=-1 must be a whole number"),
     ("most_deaths", -1, "most_deaths=-1 must be a whole number"),
-    ("within_minutes", float("nan"), "within_minutes=nan must be a number of minutes"),
 ):
     situation(f"a supervisor with {name}={value}", ValueError, match)(
         lambda directory, name=name, value=value: Supervisor(Cluster(), SPEC, adagrad(0.1), **{name: value})

@@ -216,16 +216,10 @@ REFUSED = {
     r"the leaf \['bias'\] holds nan or inf": lambda _: AllToAll(MEAN, {"bias": np.array([0.0, np.nan], np.float32)}),
     "on_failure='ignore' must be 'raise', 'drop' or 'replace'": lambda _: meeting(on_failure="ignore"),
     "timeout_s=inf must be": lambda _: meeting(timeout_s=float("inf")),
-    "every_seconds=nan must be": lambda _: Foreground(meeting(), every_seconds=float("nan")),
     "core_share=0.0 must be": lambda _: Shadow(meeting(), core_share=0.0),
     "core_share=1.5 must be": lambda _: Shadow(meeting(), core_share=1.5),
     "trainers=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 0),
-    "servers=0 must be a whole number from 1": lambda _: SyncGroup(EASGD, PARAMS, 1, servers=0),
-    "bytes_per_s=0 must be above 0, or None": lambda _: SyncGroup(EASGD, PARAMS, 1, bytes_per_s=0),
     "every_steps=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 1, every_steps=0),
-    "give every_steps or every_seconds, one of them": lambda _: SyncGroup(
-        MEAN, PARAMS, 1, every_steps=5, every_seconds=1.0
-    ),
     # Parameters of other shapes.
     r"at \['kernel'\]: it has \(3, 2\), wanted \(3, 3, 2\)": lambda _: exchanged(
         {"bias": jnp.zeros((3, 2)), "kernel": jnp.zeros((3, 2))}  # rows of a kernel in the place of replicas
