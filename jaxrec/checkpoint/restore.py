@@ -30,7 +30,7 @@ from jaxrec.checkpoint.state import (
     tables_of,
 )
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, Table, Tables, sgd
-from jaxrec.embedding.tables import Parts, check_shard, empty_parts, fill_initial, range_of, write_shard
+from jaxrec.embedding.tables import Parts, chosen_shards, empty_parts, fill_initial, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
 from jaxrec.types import DenseState, Part, PyTree, TrainState
@@ -112,7 +112,7 @@ def fill(
     if not image.dense:
         raise ValueError(
             f"{image.path} was saved without its dense state, so no whole state can be had from it: restore shards of "
-            "it (restore_shard), or an image of the whole state."
+            "it (restore_shards), or an image of the whole state."
         )
     saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
     if replica is not None:
@@ -212,11 +212,6 @@ def _rows_of_group(found, shards, layout, keys, initial):
     return rows
 
 
-def restore_shard(path: str | Path | None, tables: Home, shard: int) -> tuple[Home, list[Image]]:
-    """Restore one shard of all stacks, as `restore_shards`."""
-    return restore_shards(path, tables, [shard])
-
-
 def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int]) -> tuple[Home, list[Image]]:
     """Restore shards of all stacks from base, deltas in order and initial rows; read nothing else.
 
@@ -233,13 +228,10 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
 
     Raises:
       DamagedImage: an image is missing or damaged.
-      ValueError: an image is of another spec; a shard does not exist or is given twice.
+      ValueError: an image is of another spec; a shard does not exist.
       ShardsLost: a server died meanwhile; once it is replaced, restore all of these shards again.
     """
-    for shard in shards:
-        check_shard(tables.spec, shard)
-    if len({*shards}) < len(shards):
-        raise ValueError(f"shards={list(shards)} must be distinct.")
+    shards = chosen_shards(tables.spec, shards)
     path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
     if is_remote(tables):  # the servers read the files: no row is transferred

@@ -233,11 +233,8 @@ class Saves:
     def sources(self) -> list[Path]:
         """Return the images to restore a shard from, newest first: the chain from its tip down, then older images."""
         # The chain first: its tip has the newest rows.
-        mine = (
-            [self.directory / name for name in reversed(self._row_checkpointer.chain_names())]
-            if self._row_tracker
-            else []
-        )
+        chain = reversed(self._row_checkpointer.chain) if self._row_tracker else ()
+        mine = [self.directory / name for name in chain]
         return [*mine, *(path for path in images(self.directory) if path not in mine)]
 
 
