@@ -70,16 +70,7 @@ def restore(
 
 
 def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: bool = True) -> Loaded:
-    """Call `load` with the verified chain of an image, or of the newest intact image of a directory.
-
-    Args:
-      path: as for `restore`.
-      load: function of the chain, oldest image first.
-      dense: whether the newest image must have a dense state, for a whole state.
-
-    Raises:
-      ValueError, DamagedImage: as `restore`.
-    """
+    """Call `load` with the verified chain of an image, or of a directory's newest intact one (with `dense` state)."""
     path = local_path(path)
     if is_image(path):
         return load(verified_chain(path))
@@ -97,10 +88,7 @@ def fill(
 ) -> tuple[TrainState, Image]:
     """Return the state of a verified chain; the template changes only once all of the chain is read.
 
-    Args:
-      found: chain, oldest image first.
-      template, cast: as for `restore`.
-      replica: replica whose parameters to take, for a template without optimizers; None restores the whole state.
+    With `replica`, only its parameters are taken, for a template without optimizers.
     """
     image, tables = found[-1], template.tables
     spec, layout = tables.spec, described(tables.layout)

@@ -100,19 +100,7 @@ Verified = dict[tuple[Path, int | None], DamagedImage | None]
 
 
 def verified_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
-    """Return the chain of a delta or image, with its files verified.
-
-    Args:
-      path: a delta or an image.
-      known: cache of earlier results, updated in place, so that no file is read twice.
-      shard: shard whose files to verify; all if None.
-
-    Returns:
-      As `chain`.
-
-    Raises:
-      DamagedImage: as `chain`; a file is missing or differs.
-    """
+    """As `chain`, with the files of a shard, or all, verified; `known` caches results, to read no file twice."""
     found, known = chain(path), {} if known is None else known
     for image in found:
         if (image.path, shard) not in known:
@@ -202,20 +190,10 @@ def is_delta(name: str) -> bool:
 
 
 def compact(path: Path) -> Image:
-    """Merge all deltas of a chain into one over the same base, keeping each row's newest value, and remove them.
+    """Merge all deltas of a chain, given its newest one, into one over the same base, and remove them.
 
     The chain then takes at most the base and one copy of all rows. Takes host memory for the distinct rows of the
     deltas and one delta. The caller holds the lock for saving rows.
-
-    Args:
-      path: newest delta of the chain.
-
-    Returns:
-      The manifest of the merged delta, from which the same rows are restored.
-
-    Raises:
-      DamagedImage: an image is missing or damaged; none was removed.
-      OSError: the disk is full or read-only; older images are unchanged.
     """
     found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]

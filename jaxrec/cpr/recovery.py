@@ -46,13 +46,7 @@ from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
-    """Raise if the images of a directory are not those that a run continues from.
-
-    Args:
-      directory: directory of the run's images.
-      image: result of `restore`; None for a new run.
-      step: step of the engine.
-    """
+    """Raise if a directory holds images, unless the engine's state was restored from one of them."""
     found = newest_first(directory)
     if image is None and found:
         raise ValueError(

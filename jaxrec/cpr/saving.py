@@ -83,13 +83,7 @@ class Saves:
     def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:
         """Lock the directory for the savers of this run, or for none of them; closing the result unlocks it.
 
-        Args:
-          step: step of the state.
-          image: image from which the state was restored, or None.
-          run: id of the run; if None, that of the image, or a new one.
-
-        Raises:
-          ValueError: another saver has the directory, or it holds an intact image of a later step.
+        The state is of this step, and was restored from `image` if that is not None.
         """
         with contextlib.ExitStack() as opened:
             # Both savers use the same run id.
