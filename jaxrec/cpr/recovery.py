@@ -421,9 +421,7 @@ class Recovery:
             tables, _ = restore_shards(source, tables, its_shards)
         if self._row_tracker:
             self._row_tracker.restored(tables, shards)
-        skipped = {
-            path for source, damaged in sources if source and damaged for path in candidates[: candidates.index(source)]
-        }
+        skipped = candidates[: max(len(damaged) for _, damaged in sources)]
         if skipped and self._row_tracker:
             # A damaged chain must not grow.
             self._saves.save_base(at_step(state._replace(tables=tables), step))
