@@ -40,11 +40,7 @@ Home = TypeVar("Home", bound=Tables)
 Loaded = TypeVar("Loaded")
 
 
-def restore(
-    path: str | Path,
-    template: TrainState,
-    cast: bool = False,
-) -> tuple[TrainState, Image]:
+def restore(path: str | Path, template: TrainState) -> tuple[TrainState, Image]:
     """Restore a whole state, value for value, into any home, mesh and number of shards.
 
     Reads an image, or a row delta that was saved with its dense state: then each row has its value from the newest
@@ -55,7 +51,6 @@ def restore(
         names the damaged ones skipped.
       template: a new state with the wanted placement, whose tables match those of the image; shards and lookups may
         differ. Host tables are filled in place, device tables are donated.
-      cast: accept dense leaves of another dtype, and cast them to the template's.
 
     Returns:
       The state, and the manifest of the image or delta; continue the run with `run=image.run`.
@@ -66,7 +61,7 @@ def restore(
 
     If another process saves and prunes in the directory meanwhile, the newest images are looked up again.
     """
-    return with_chain(path, lambda found: fill(found, template, cast))
+    return with_chain(path, lambda found: fill(found, template))
 
 
 def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: bool = True) -> Loaded:
@@ -84,7 +79,7 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
 
 
 def fill(
-    found: list[Image], template: TrainState, cast: bool = False, replica: int | Literal["mean"] | None = None
+    found: list[Image], template: TrainState, replica: int | Literal["mean"] | None = None
 ) -> tuple[TrainState, Image]:
     """Return the state of a verified chain; the template changes only once all of the chain is read.
 
@@ -105,7 +100,7 @@ def fill(
     saved, dense = image, load_arrays(image, leaves_of(image, "dense."))
     if replica is not None:
         saved, dense = select_replica(image, dense, replica)
-    placed = place_dense(saved, template.dense, dense, cast)
+    placed = place_dense(saved, template.dense, dense)
     if is_remote(tables) and all(other.spec == spec.digest for other in found):
         with tables.overwriting(step=image.step):
             return TrainState(placed, restore_shards(image.path, tables, range(spec.shards))[0]), image
@@ -203,13 +198,13 @@ def _rows_of_group(found, shards, layout, keys, initial):
 def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int]) -> tuple[Home, list[Image]]:
     """Restore shards of all stacks from base, deltas in order and initial rows; read nothing else.
 
-    All files of a shard are verified before its first row changes. Rows at servers are restored there, by all servers
-    in parallel, each within the time-out of one call; other tables one shard after the other.
+    All files of these shards are verified before the first row changes. Rows at servers are restored there, by all
+    servers in parallel, each within the time-out of one call.
 
     Args:
       path: a delta, an image, or a directory of them (the newest); None for initial rows.
       tables: tables with the number of shards of the image. Host tables change in place, device tables are donated.
-      shards: distinct, from 0 to S - 1.
+      shards: from 0 to S - 1.
 
     Returns:
       The tables, and the manifests of the images read, oldest first.
@@ -287,7 +282,6 @@ def restore_for_prediction(
     replica: int | Literal["mean"] = "mean",
     home: type[HostTables] | type[DeviceTables] = HostTables,
     mesh: jax.sharding.Mesh | None = None,
-    cast: bool = False,
 ) -> tuple[TrainState, Image]:
     """Restore the model of a run, without the state of either optimizer, for `make_eval_step`.
 
@@ -300,7 +294,6 @@ def restore_for_prediction(
         `jaxrec.shadowsync.with_mean_replica`); the rows are shared by all replicas.
       home: class of the tables, `HostTables` or `DeviceTables`.
       mesh: as for `make_eval_step`; one device if None.
-      cast: accept parameters of another dtype, and cast them to those of `params`.
 
     Returns:
       A state with an empty optimizer state and rows without slots, and the manifest of the image.
@@ -340,7 +333,7 @@ def restore_for_prediction(
         put_on_mesh(replicate(blank, mesh.shape[REPLICA]), mesh, PER_REPLICA),
         (),
     )
-    return with_chain(path, lambda found: fill(found, TrainState(dense, tables), cast, replica))
+    return with_chain(path, lambda found: fill(found, TrainState(dense, tables), replica))
 
 
 def spec_of(image: Image) -> EmbeddingSpec:
@@ -361,7 +354,7 @@ def read_tables(
 ) -> dict[str, dict[str, np.ndarray]]:
     """Read whole tables from an image or a chain of deltas, without a state to restore into.
 
-    Peak memory: these tables, and one shard of their stack.
+    Peak memory: these tables, and one shard of their stacks (or 128 MB).
 
     Args:
       path: an image, a delta, or a directory of them: then the newest intact one.

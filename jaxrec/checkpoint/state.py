@@ -175,12 +175,12 @@ def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents
     }  # fmt: skip
 
 
-def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray], cast: bool) -> DenseState:
+def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray]) -> DenseState:
     """Return the dense state of an image, each leaf placed as in the template, after checking paths, shapes and dtypes.
 
-    An image of a single replica fills any number of replicas; with `cast`, dtypes may differ.
+    An image of a single replica fills any number of replicas.
     """
-    _check_saved_dense(image, template, cast)
+    _check_saved_dense(image, template)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(dense_name(number))
@@ -195,28 +195,19 @@ def _place(saved, old):
         return jax.device_put(jax.random.wrap_key_data(saved, impl=jax.random.key_impl(old)), old.sharding)
     if not hasattr(old, "dtype"):
         return type(old)(saved)  # a Python number, which some optimizers keep
-    saved = np.broadcast_to(saved.astype(old.dtype), old.shape)
+    saved = np.broadcast_to(saved, old.shape)
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def _check_saved_dense(image, template, cast):
+def _check_saved_dense(image, template):
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}
     found = {path: [shape, dtype] for path, shape, dtype in image.dense}
-    other_dtypes = {}
     for path, (shape, dtype) in found.items():
         mine = wanted.get(path, [[], dtype])
         if shape[:1] == [1] and shape[1:] == mine[0][1:]:
             mine[0] = shape  # a single replica fills any number of replicas
-        if mine[1] != dtype and "key<" not in mine[1] + dtype:
-            other_dtypes[path] = f"{dtype}, wanted {mine[1]}"
-            mine[1] = dtype
     check_matches(image, "dense state", wanted, found)
-    if other_dtypes and not cast:
-        raise ValueError(
-            f"{image.path} was saved with other dtypes: {other_dtypes}. Make the model and optimizer in the saved "
-            "ones, or ask for a cast: restore(..., cast=True)."
-        )
 
 
 def select_replica(
