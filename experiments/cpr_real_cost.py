@@ -51,7 +51,7 @@ from jaxrec.checkpoint import (
     RowCheckpointer,
     images,
     restore,
-    restore_shard,
+    restore_shards,
     snapshot,
     write_image,
 )  # fmt: skip
@@ -237,8 +237,8 @@ class SaveWork:
         results = {key: statistics.median(row[key] for row in found) for key in sums}
         results["full_restore_s"], _ = clock(restore, base, self.state)
         shard = self.step % self.spec.shards
-        results["one_shard_of_base_restore_s"], _ = clock(restore_shard, base, self.state.tables, shard)
-        results["one_shard_restore_s"], _ = clock(restore_shard, tip, self.state.tables, shard)
+        results["one_shard_of_base_restore_s"], _ = clock(restore_shards, base, self.state.tables, [shard])
+        results["one_shard_restore_s"], _ = clock(restore_shards, tip, self.state.tables, [shard])
         shutil.rmtree(path)
         return results
 

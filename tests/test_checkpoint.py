@@ -17,7 +17,16 @@ from strategies import chosen, examples
 from test_tables import dense_table
 
 import jaxrec
-from jaxrec.checkpoint import Checkpointer, images, read_manifest, restore, restore_shard, snapshot, verify, write_image
+from jaxrec.checkpoint import (
+    Checkpointer,
+    images,
+    read_manifest,
+    restore,
+    restore_shards,
+    snapshot,
+    verify,
+    write_image,
+)
 from jaxrec.checkpoint.format import load_arrays
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.files import write_json
@@ -100,16 +109,16 @@ def test_one_shard_is_restored_alone(tmp_path):
     for leaf in (tmp_path / "step_1" / "arrays.0000").glob("rows.*"):
         if ".0003." not in leaf.name:
             shutil.rmtree(leaf)
-    restore_shard(tmp_path / "step_1", other, 3)
+    restore_shards(tmp_path / "step_1", other, [3])
     after = snapshot(jaxrec.TrainState(state.dense, other))
     expected = snapshot(state)
     for name, array in after.arrays.items():
         source = expected if ".0003." in name or "dense" in name else before
         np.testing.assert_array_equal(array, source.arrays[name])
     with pytest.raises(ValueError, match="cannot be read"):
-        restore_shard(tmp_path / "step_1", other, 4)
+        restore_shards(tmp_path / "step_1", other, [4])
     with pytest.raises(ValueError, match="shard=8"):
-        restore_shard(tmp_path / "step_1", other, 8)
+        restore_shards(tmp_path / "step_1", other, [8])
 
 
 @pytest.mark.parametrize(
@@ -337,5 +346,5 @@ def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
         found, _ = restore(tmp_path / copy, make("device", spec))
         assert_same(state, found, spec)
     tables = make("host", spec, seed=3).tables
-    restore_shard(tmp_path / "shards", tables, 3)
+    restore_shards(tmp_path / "shards", tables, [3])
     np.testing.assert_array_equal(dense_table(tables, "width_4")[3::8], dense_table(state.tables, "width_4")[3::8])

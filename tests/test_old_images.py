@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import jaxrec
-from jaxrec.checkpoint import deltas, images, newest, restore, restore_shard
+from jaxrec.checkpoint import deltas, images, newest, restore, restore_shards
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import Serial
@@ -69,7 +69,7 @@ def test_a_run_of_before_the_engines_restores_value_for_value(old_run, home):
 @HOMES
 def test_a_shard_of_it_comes_back_alone(old_run, home):
     wanted = dict(np.load(old_run / "restored.npz"))
-    tables, read = restore_shard(newest(old_run), fresh(home).tables, 1)
+    tables, read = restore_shards(newest(old_run), fresh(home).tables, [1])
     assert [image.step for image in read] == [2, 4, 6]
     mine = tables.parts("width_2")
     assert all(np.array_equal(mine[part][1], wanted[f"{part}_1"]) for part in mine)
@@ -104,7 +104,7 @@ def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and
         for act in (
             lambda: restore(old_run, fresh(HostTables)),
             lambda whole=whole: restore(whole, fresh(HostTables)),
-            lambda: restore_shard(deltas(old_run)[0], fresh(HostTables).tables, 0),
+            lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
             lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
         ):
             with pytest.raises(

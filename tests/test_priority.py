@@ -17,7 +17,6 @@ from jaxrec.sharding import SPLIT, make_mesh, put_on_mesh
 
 SCHEMES = {
     "mfu": mfu(),
-    "mfu_by_batch": mfu(by_access=False),
     "ssu": ssu(every=1),
     "ssu_every_2": ssu(),
     "scar": scar(),
@@ -90,9 +89,9 @@ class World:
             assert (weight[shard, local] > 0).all(), "unchanged since it was saved"
             if self.scheme.name != "ssu":
                 assert len(rows) == min(self.budget, (weight[shard] > 0).sum())
-            if self.scheme.name in ("mfu", "mfu_by_batch", "scar") and len(rows):
+            if self.scheme.name in ("mfu", "scar") and len(rows):
                 assert weight[shard, local].min() >= np.delete(weight[shard], local).max(initial=0)
-            if self.scheme.name.startswith("mfu"):
+            if self.scheme.name == "mfu":
                 assert (pick.seen[shard] == weight[shard, local]).all()
         self.picks.append(pick)
         return pick, self.count.copy(), self.value.copy()
@@ -179,7 +178,7 @@ BROKEN = {
     "does not know what was saved": scar()._replace(saved=lambda tracker, pick: tracker),
     "drops the list": ssu(1)._replace(restored=lambda tracker, shard, value: tracker),
     "picks the frequent ones": mfu()._replace(name="scar"),
-    "counts batches": mfu(by_access=False)._replace(name="mfu"),
+    "counts batches": mfu()._replace(touch=round_robin().touch),
 }
 
 
@@ -229,7 +228,7 @@ def coverage(make, seed):
 
 
 def test_frequent_rows_are_covered_best_by_counting_then_by_listing():
-    makers = {"mfu": lambda seed: mfu(False), "ssu": lambda seed: ssu(1), "random": random}
+    makers = {"mfu": lambda seed: mfu(), "ssu": lambda seed: ssu(1), "random": random}
     found = {name: np.mean([coverage(make, seed) for seed in range(10)]) for name, make in makers.items()}
     assert found["mfu"] > found["ssu"] + 0.05 and found["ssu"] > found["random"] + 0.05, found
 

@@ -578,7 +578,6 @@ def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path)
 
 TRACKED = {
     "mfu": mfu(),
-    "batch": mfu(False),
     "ssu": ssu(2),
     "scar": scar(),
     "robin": round_robin(),

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxrec
-from jaxrec.checkpoint import Checkpointer, deltas, restore, restore_shard
+from jaxrec.checkpoint import Checkpointer, deltas, restore, restore_shards
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import (
     DeviceTables,
@@ -244,7 +244,7 @@ def test_images_hold_all_of_it(name, tmp_path):
     state, image = restore(tmp_path, fresh(rows))
     assert_equal(serial(name, state), serial(name))
     tables = fresh(rows).tables
-    restore_shard(image.path, tables, 2)
+    restore_shards(image.path, tables, [2])
     wanted = serial(name, last=11)[1]
     for part, shards in tables.parts("width_4").items():
         np.testing.assert_array_equal(np.asarray(shards[2])[: len(wanted[part][2])], wanted[part][2])

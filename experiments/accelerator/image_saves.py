@@ -22,7 +22,7 @@ from studies.reference import Job
 from studies.shadow_work import TimedTrainer
 
 from accelerator.measure import Task, interval, over
-from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shard
+from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shards
 
 FRACTION = 1 / 8  # of the rows, in a save of rows
 CHUNK = 5  # steps between two checks for completion
@@ -115,7 +115,7 @@ class SavesInTurns:
         """Restore one shard with nothing beside it."""
         start = time.perf_counter()
         path, shard = images(self.images)[0], self.number % self.spec.shards
-        self.target, _ = restore_shard(path, self.target, shard)
+        self.target, _ = restore_shards(path, self.target, [shard])
         if self.trainer.job.tables == "device":
             jax.block_until_ready(self.target)
         return {"seconds": time.perf_counter() - start}

@@ -1,7 +1,7 @@
 """Checkpoints: atomic images of the training state, and row deltas over them, saved while training continues.
 
 `Checkpointer` saves images of the whole state. `RowCheckpointer` saves deltas of some rows over an image, from which
-`restore_shard` and `restore_shards` restore shards alone, and `restore` the whole state if the dense state was saved
+`restore_shards` restores shards alone, and `restore` the whole state if the dense state was saved
 with them. `restore_for_prediction` restores a model without its optimizers, and `read_tables` reads embeddings without
 a state. Read `format` first, for the files and why they can be trusted; then `checkpointer`, and `row_deltas` for
 deltas.
@@ -23,12 +23,11 @@ from jaxrec.checkpoint.restore import (
     read_tables,
     restore,
     restore_for_prediction,
-    restore_shard,
     restore_shards,
     shard_source,
     spec_of,
 )
-from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, newest, newest_first, save_rows, snapshot_rows
+from jaxrec.checkpoint.row_deltas import RowCheckpointer, chain, newest, newest_first, snapshot_rows
 from jaxrec.checkpoint.state import snapshot
 
 __all__ = [
@@ -47,9 +46,7 @@ __all__ = [
     "read_tables",
     "restore",
     "restore_for_prediction",
-    "restore_shard",
     "restore_shards",
-    "save_rows",
     "shard_source",
     "snapshot",
     "snapshot_rows",

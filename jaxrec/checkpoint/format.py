@@ -187,16 +187,7 @@ def _write_files(partial, image):
 
 
 def write_leaves(directory: Path, name: str, arrays: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    """Write and flush some leaves of an image whose manifest is written by another process.
-
-    Args:
-      directory: partial directory of the image.
-      name: name of these leaves, unique in the image.
-      arrays: {leaf: array}.
-
-    Returns:
-      {file: [bytes, crc32]}, for the manifest.
-    """
+    """Write and flush some leaves of an image, under a unique name; return {file: [bytes, crc32]} for its manifest."""
     return _write_pieces(directory, f"{_ARRAYS}.{name}", _pieces(arrays))
 
 

@@ -40,7 +40,7 @@ from jaxrec.checkpoint.format import (
 from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, is_remote, manifest_of, row_leaves
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import RowIds
-from jaxrec.files import Lock, local_path, make_directory, remove_directory, write_json
+from jaxrec.files import local_path, remove_directory, write_json
 from jaxrec.types import DenseState
 
 
@@ -100,19 +100,7 @@ Verified = dict[tuple[Path, int | None], DamagedImage | None]
 
 
 def verified_chain(path: str | Path, known: Verified | None = None, shard: int | None = None) -> list[Image]:
-    """Return the chain of a delta or image, with its files verified.
-
-    Args:
-      path: a delta or an image.
-      known: cache of earlier results, updated in place, so that no file is read twice.
-      shard: shard whose files to verify; all if None.
-
-    Returns:
-      As `chain`.
-
-    Raises:
-      DamagedImage: as `chain`; a file is missing or differs.
-    """
+    """As `chain`, with the files of a shard, or all, verified; `known` caches results, to read no file twice."""
     found, known = chain(path), {} if known is None else known
     for image in found:
         if (image.path, shard) not in known:
@@ -165,10 +153,6 @@ def snapshot_rows(
     return Snapshot(arrays | row_leaves(tables, rows), manifest)
 
 
-def _is_empty(image):
-    return not image.arrays and image.write_remote_rows is None
-
-
 def _check_rows(spec, key, ids):
     name, shard = key
     if name not in spec.stacks or not 0 <= shard < spec.shards:
@@ -178,43 +162,6 @@ def _check_rows(spec, key, ids):
             f"rows of {name} for shard {shard} run from {ids.min()} to {ids.max()}: they must be rows r of the stack, "
             f"0 <= r < {spec.stacks[name].rows}, with r % {spec.shards} == {shard}. Pick them shard by shard."
         )
-
-
-def save_rows(
-    directory: str | Path,
-    base: str | Path | None,
-    rows: RowIds,
-    tables: Tables,
-    step: int,
-    extra=None,
-) -> Path | None:
-    """Save rows as a new delta and wait until it is committed; `RowCheckpointer` saves in the background.
-
-    Args:
-      directory: directory of the run's images.
-      base: parent of the delta, an image or a delta in that directory; None for initial rows.
-      rows: {(stack, shard): i32[n]}, rows of the stack; if empty, nothing is written.
-      tables: any `Tables`.
-      step: number of training steps completed.
-      extra: further JSON values to save.
-
-    Returns:
-      Path of the delta; `base` if there was nothing to save.
-
-    Raises:
-      ValueError: rows of another shard; a base outside the directory; another process saves rows there.
-      DamagedImage: as `chain`, for the base.
-      OSError: the disk is full or read-only; older images are unchanged.
-    """
-    directory = local_path(directory)
-    below = ancestors(directory, base)
-    run = below[-1].run if below else ""
-    image = snapshot_rows(tables, rows, step, {b.path.name: b.digest for b in below}, extra, run)
-    if _is_empty(image):
-        return None if base is None else Path(base)
-    make_directory(directory)
-    with Lock(directory / "rows.lock", "saving rows in it"):
-        return write_delta(directory, image).path
 
 
 def ancestors(directory: Path, base: str | Path | None) -> list[Image]:
@@ -243,20 +190,10 @@ def is_delta(name: str) -> bool:
 
 
 def compact(path: Path) -> Image:
-    """Merge all deltas of a chain into one over the same base, keeping each row's newest value, and remove them.
+    """Merge all deltas of a chain, given its newest one, into one over the same base, and remove them.
 
     The chain then takes at most the base and one copy of all rows. Takes host memory for the distinct rows of the
     deltas and one delta. The caller holds the lock for saving rows.
-
-    Args:
-      path: newest delta of the chain.
-
-    Returns:
-      The manifest of the merged delta, from which the same rows are restored.
-
-    Raises:
-      DamagedImage: an image is missing or damaged; none was removed.
-      OSError: the disk is full or read-only; older images are unchanged.
     """
     found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]
@@ -305,6 +242,9 @@ class RowCheckpointer(BackgroundSaver):
         rows, and temporarily takes their space on disk in addition.
       run: run id; that of the base, or a new one, if None.
 
+    Attributes:
+      chain: {name: digest} of the images in the chain, oldest first.
+
     Raises:
       ValueError: the directory holds images of another run, or intact deltas that are newer than the base and would be
         lost; another saver of rows uses it.
@@ -349,17 +289,13 @@ class RowCheckpointer(BackgroundSaver):
 
     def _reserve(self, found: list[Image]) -> None:
         """Set the parents of the next delta; also record the base on disk, so that no `Checkpointer` removes it."""
-        self._chain = {image.path.name: image.digest for image in found}
+        self.chain = {image.path.name: image.digest for image in found}
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])
 
     def newest(self) -> Path | None:
-        """Return the path for `restore_shard`: the last committed delta, the base, or None for initial rows."""
-        return self.directory / list(self._chain)[-1] if self._chain else None
-
-    def chain_names(self) -> list[str]:
-        """Return the names of the images in the chain of `newest`, oldest first."""
-        return list(self._chain)
+        """Return the path for `restore_shards`: the last committed delta, the base, or None for initial rows."""
+        return self.directory / list(self.chain)[-1] if self.chain else None
 
     def save(
         self,
@@ -372,7 +308,7 @@ class RowCheckpointer(BackgroundSaver):
         """Copy rows and start writing them; return the seconds that training waited.
 
         Args:
-          tables, rows, step, extra: as for `save_rows`.
+          tables, rows, step, extra: as for `snapshot_rows`.
           dense: dense state of that step, so that `restore` can restore the whole state; not saved if None.
 
         Raises:
@@ -382,8 +318,8 @@ class RowCheckpointer(BackgroundSaver):
         start = time.perf_counter()
         self._refuse_closed()
         self.settle()
-        image = snapshot_rows(tables, rows, step, self._chain, extra, self.run, dense)
-        if not _is_empty(image):
+        image = snapshot_rows(tables, rows, step, self.chain, extra, self.run, dense)
+        if image.arrays or image.write_remote_rows is not None:  # else there is nothing to save
             self._begin(self._commit, image)
         stall = time.perf_counter() - start
         self.stall_seconds += stall
@@ -401,16 +337,16 @@ class RowCheckpointer(BackgroundSaver):
 
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
-        self._chain = {**image.manifest["parents"], written.path.name: written.digest}
-        if sum(map(is_delta, self._chain)) > self._most:
+        self.chain = {**image.manifest["parents"], written.path.name: written.digest}
+        if sum(map(is_delta, self.chain)) > self._most:
             self.bytes_written += written.nbytes
             written = compact(written.path)
-            self._chain = {**written.parents, written.path.name: written.digest}
+            self.chain = {**written.parents, written.path.name: written.digest}
         self._tidy()
         return written
 
     def _tidy(self) -> None:
         for other in deltas(self.directory):
-            if other.name not in self._chain:
+            if other.name not in self.chain:
                 remove_directory(other)
         remove_partial(self.directory, "delta_")  # left by killed processes

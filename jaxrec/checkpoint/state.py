@@ -33,21 +33,8 @@ def is_remote(tables: Tables) -> bool:
     return getattr(tables, "remote_rows", False)
 
 
-def shards_at_servers(tables: Any) -> WriteRows:
-    """Return what makes the servers of remote tables write all their rows, which must not change meanwhile."""
-    return functools.partial(_write_at_servers, tables, _new_token(), False)
-
-
 def copies_at_servers(tables: Any, rows: RowIds) -> WriteRows:
-    """Make the servers of remote tables copy some rows; return what makes them write the copies.
-
-    Args:
-      tables: remote tables.
-      rows: {(stack, shard): i32[n]}, rows of the stack.
-
-    Raises:
-      ShardsLost: a server is dead.
-    """
+    """Make the servers of remote tables copy some rows; return what makes them write the copies."""
     token = _new_token()
     tables.track(_copy_rows, lambda shards: (token, {key: ids for key, ids in rows.items() if key[1] in shards}))
     return functools.partial(_write_at_servers, tables, token, True)
@@ -138,7 +125,8 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
     if not copy and is_remote(state.tables):
-        return Snapshot(arrays, manifest, write_remote_rows=shards_at_servers(state.tables))
+        write = functools.partial(_write_at_servers, state.tables, _new_token(), False)
+        return Snapshot(arrays, manifest, write_remote_rows=write)
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))
     for name in state.tables.spec.stacks:
@@ -187,19 +175,12 @@ def manifest_of(tables: Tables, step: int, extra=None, run="", dense=(), parents
     }  # fmt: skip
 
 
-def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray], cast: bool) -> DenseState:
+def place_dense(image: Image, template: DenseState, arrays: Mapping[str, np.ndarray]) -> DenseState:
     """Return the dense state of an image, each leaf placed as in the template, after checking paths, shapes and dtypes.
 
-    Args:
-      image: image of the dense state; one of a single replica fills any number of replicas.
-      template: dense state that gives structure, shapes, dtypes and placement.
-      arrays: {name: array} from `load_arrays`.
-      cast: accept other numeric dtypes, and cast to the template's.
-
-    Raises:
-      ValueError: a path, a shape or (without `cast`) a dtype differs; names them.
+    An image of a single replica fills any number of replicas.
     """
-    _check_saved_dense(image, template, cast)
+    _check_saved_dense(image, template)
     leaves = []
     for number, (old, (_, shape, dtype)) in enumerate(zip(jax.tree.leaves(template), image.dense, strict=True)):
         saved = arrays.get(dense_name(number))
@@ -214,46 +195,25 @@ def _place(saved, old):
         return jax.device_put(jax.random.wrap_key_data(saved, impl=jax.random.key_impl(old)), old.sharding)
     if not hasattr(old, "dtype"):
         return type(old)(saved)  # a Python number, which some optimizers keep
-    saved = np.broadcast_to(saved.astype(old.dtype), old.shape)
+    saved = np.broadcast_to(saved, old.shape)
     return jax.device_put(saved, old.sharding) if isinstance(old, jax.Array) else np.array(saved)
 
 
-def _check_saved_dense(image, template, cast):
+def _check_saved_dense(image, template):
     wanted = {jax.tree_util.keystr(p): _kind(leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(template)}
     wanted = {path: list(kind) for path, kind in wanted.items()}
     found = {path: [shape, dtype] for path, shape, dtype in image.dense}
-    other_dtypes = {}
     for path, (shape, dtype) in found.items():
         mine = wanted.get(path, [[], dtype])
         if shape[:1] == [1] and shape[1:] == mine[0][1:]:
             mine[0] = shape  # a single replica fills any number of replicas
-        if mine[1] != dtype and "key<" not in mine[1] + dtype:
-            other_dtypes[path] = f"{dtype}, wanted {mine[1]}"
-            mine[1] = dtype
     check_matches(image, "dense state", wanted, found)
-    if other_dtypes and not cast:
-        raise ValueError(
-            f"{image.path} was saved with other dtypes: {other_dtypes}. Make the model and optimizer in the saved "
-            "ones, or ask for a cast: restore(..., cast=True)."
-        )
 
 
 def select_replica(
     image: Image, arrays: Mapping[str, np.ndarray], replica: int | Literal["mean"]
 ) -> tuple[Image, dict[str, np.ndarray]]:
-    """Reduce the dense state of an image to the step and the parameters of one replica.
-
-    Args:
-      image: image of a whole state.
-      arrays: {name: array} of its dense leaves, from `load_arrays`.
-      replica: from 0 to R - 1, or "mean" for the mean of all replicas.
-
-    Returns:
-      The image with `dense` reduced to those leaves, and their arrays.
-
-    Raises:
-      ValueError: no such replica.
-    """
+    """Reduce an image's dense leaves, and their arrays, to the step and the parameters of a replica or of the mean."""
     kept: list[list] = []
     chosen: dict[str, np.ndarray] = {}
     for number, (path, shape, dtype) in enumerate(image.dense):

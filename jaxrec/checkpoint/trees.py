@@ -39,14 +39,13 @@ RowsOf = Mapping[str, np.ndarray | None]
 _KIND = "tree"
 
 
-def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> Path:
+def save_tree(directory: str | Path, tree: PyTree, step: int) -> Path:
     """Save all leaves as a base for deltas, and wait until it is committed.
 
     Args:
       directory: directory of the images of one run.
       tree: pytree of arrays; copied to the host leaf by leaf.
       step: number of training steps completed.
-      run: run id.
 
     Returns:
       Path of the image.
@@ -59,7 +58,7 @@ def save_tree(directory: str | Path, tree: PyTree, step: int, run: str = "") -> 
     whole_number("step", step, 0)
     with _writing(directory):
         arrays = {_leaf(i, "whole"): np.array(leaf) for i, leaf in enumerate(leaves.values())}
-        return write_image(directory / f"step_{step:08d}", Snapshot(arrays, _manifest(leaves, step, run, {}))).path
+        return write_image(directory / f"step_{step:08d}", Snapshot(arrays, _manifest(leaves, step, {}))).path
 
 
 def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTree, step: int | None = None) -> Path:
@@ -106,7 +105,7 @@ def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTre
     with _writing(directory):
         number = max((number_of(path) for path in deltas(directory)), default=-1) + 1
         names = {image.path.name: image.digest for image in below}
-        manifest = _manifest(leaves, step, below[-1].run, names)
+        manifest = _manifest(leaves, step, names)
         return write_image(directory / f"delta_{number:06d}", Snapshot(arrays, manifest)).path
 
 
@@ -242,10 +241,10 @@ def _check_leaves(image: Image, leaves: Mapping[str, Any]) -> None:
     check_matches(image, "leaves", wanted, {name: kind for name, *kind in image.dense})
 
 
-def _manifest(leaves, step, run, parents) -> dict[str, Any]:
+def _manifest(leaves, step, parents) -> dict[str, Any]:
     described = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in leaves.items()]
     return {
-        "run": run, "step": step, "tables": {}, "shards": 0, "layout": {}, "seed": 0, "scales": {}, "spec": _KIND,
+        "run": "", "step": step, "tables": {}, "shards": 0, "layout": {}, "seed": 0, "scales": {}, "spec": _KIND,
         "dense": described, "extra": {}, "parents": parents,
     }  # fmt: skip
 

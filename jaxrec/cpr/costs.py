@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -22,12 +22,6 @@ from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
 from jaxrec.files import local_path
 from jaxrec.types import TrainState
-
-
-class _Seconds(NamedTuple):
-    save: float  # time that training waits
-    load: float
-    partial_load: float
 
 
 def measure(
@@ -111,7 +105,8 @@ def _keeping_put_counts(tables: Tables) -> Iterator[None]:
             steps[:] = before
 
 
-def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
+def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, tuple[float, float, float]]:
+    """Return the state, and the seconds that training waits for a save, of a full and of a partial load."""
     with Checkpointer(directory, copy=copy) as saver:
         save = saver.save(state)
         saver.wait()
@@ -121,7 +116,7 @@ def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, _Seconds]:
         _drop_from_cache(image)
         partial_load, tables = _timed(lambda: _load_shards(image, state.tables, range(failed_nodes)))
     shutil.rmtree(directory)
-    return state._replace(tables=tables), _Seconds(save, load, partial_load)
+    return state._replace(tables=tables), (save, load, partial_load)
 
 
 def _load_shards(image: Path, tables: Tables, shards) -> Tables:

@@ -55,16 +55,7 @@ def set_shard(array, shard: int, new):
 
 
 def add_accesses(count, plan, by_access: bool):
-    """Add a batch to access counts.
-
-    Args:
-      count: i32[S, V / S].
-      plan: Plan of the batch; without `inverse` each row counts once.
-      by_access: count a row as often as the batch reads it; else once.
-
-    Returns:
-      i32[S, V / S].
-    """
+    """Add a batch to i32[S, V / S]: each row as often as the plan's `inverse` reads it if `by_access`, else once."""
     inverse = plan.inverse if by_access else {}
     if not on_host(count):
         return _add_accesses(count, plan.unique, inverse)

@@ -89,16 +89,13 @@ class AccessCounts(NamedTuple):
     turn: np.ndarray  # i64[S], start of the next pick of each shard; always on the host
 
 
-def mfu(by_access: bool = True) -> Priority:
+def mfu() -> Priority:
     """Most frequently used: save the rows with the most accesses since they were last saved.
 
-    Args:
-      by_access: count every read of a row in a batch, as we recall the paper; else one per batch. Plans without
-        `inverse` count one per batch.
+    Every read of a row in a batch counts, as we recall the paper; one per batch for plans without `inverse`.
     """
-    name = "mfu" if by_access else "mfu_by_batch"
     select = lambda count, budget, turn: (counters.largest(count, budget), turn)
-    return _count_scheme(name, by_access, select, (mfu, (by_access,)))
+    return _count_scheme("mfu", True, select, (mfu, ()))
 
 
 def round_robin() -> Priority:

@@ -46,13 +46,7 @@ from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
-    """Raise if the images of a directory are not those that a run continues from.
-
-    Args:
-      directory: directory of the run's images.
-      image: result of `restore`; None for a new run.
-      step: step of the engine.
-    """
+    """Raise if a directory holds images, unless the engine's state was restored from one of them."""
     found = newest_first(directory)
     if image is None and found:
         raise ValueError(
@@ -427,9 +421,7 @@ class Recovery:
             tables, _ = restore_shards(source, tables, its_shards)
         if self._row_tracker:
             self._row_tracker.restored(tables, shards)
-        skipped = {
-            path for source, damaged in sources if source and damaged for path in candidates[: candidates.index(source)]
-        }
+        skipped = candidates[: max(len(damaged) for _, damaged in sources)]
         if skipped and self._row_tracker:
             # A damaged chain must not grow.
             self._saves.save_base(at_step(state._replace(tables=tables), step))

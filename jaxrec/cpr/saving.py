@@ -83,13 +83,7 @@ class Saves:
     def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:
         """Lock the directory for the savers of this run, or for none of them; closing the result unlocks it.
 
-        Args:
-          step: step of the state.
-          image: image from which the state was restored, or None.
-          run: id of the run; if None, that of the image, or a new one.
-
-        Raises:
-          ValueError: another saver has the directory, or it holds an intact image of a later step.
+        The state is of this step, and was restored from `image` if that is not None.
         """
         with contextlib.ExitStack() as opened:
             # Both savers use the same run id.
@@ -233,11 +227,8 @@ class Saves:
     def sources(self) -> list[Path]:
         """Return the images to restore a shard from, newest first: the chain from its tip down, then older images."""
         # The chain first: its tip has the newest rows.
-        mine = (
-            [self.directory / name for name in reversed(self._row_checkpointer.chain_names())]
-            if self._row_tracker
-            else []
-        )
+        chain = reversed(self._row_checkpointer.chain) if self._row_tracker else ()
+        mine = [self.directory / name for name in chain]
         return [*mine, *(path for path in images(self.directory) if path not in mine)]
 
 

@@ -293,16 +293,7 @@ def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
 
 
 def check_costs(costs: Costs, mode: str = "full", **positive: float) -> None:
-    """Raise if costs, the mode or other numbers are out of range.
-
-    Args:
-      costs: costs of a job.
-      mode: recovery mode.
-      positive: further numbers that must be above 0, by name.
-
-    Raises:
-      ValueError: names the number and the rule.
-    """
+    """Raise if costs, the mode, or other numbers (which must be above 0) are out of range."""
     above_0 = {name: getattr(costs, name) for name in ("save_hours", "mtbf_hours", "total_hours")} | positive
     for name, value in above_0.items():
         real_number(name, value, "above 0 and finite: give hours", is_positive)

@@ -293,7 +293,7 @@ class Pipeline(Engine):
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
         """Change the tables while nothing else reads or writes them; prefetched rows are gathered again.
 
-            pipeline.exclusive(lambda tables: restore_shard(path, tables, shard)[0])
+            pipeline.exclusive(lambda tables: restore_shards(path, tables, [shard])[0])
 
         For the committing thread, between steps or in a hook; later hooks and the yielded state see the changed tables.
         Tables in host memory are changed in place.
