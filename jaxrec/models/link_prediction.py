@@ -41,40 +41,10 @@ def _cube(squared):
     return squared * jnp.sqrt(squared + 1e-30)
 
 
+# s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1)
 DISTMULT = Model(lambda head, relation: head * relation, lambda x: _cube(jnp.square(x)))
+# s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357)
 COMPLEX = Model(_complex_query, _complex_cube)
-
-
-def distmult(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Score every query against every tail, s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1).
-
-    Args:
-      head, relation: f32[B, E].
-      tail: f32[K, E].
-
-    Returns:
-      f32[B, K].
-
-    Raises:
-      ValueError: incompatible shapes.
-    """
-    return score(DISTMULT, head, relation, tail)
-
-
-def complex_(head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Score every query against every tail, s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357).
-
-    Args:
-      head, relation: f32[B, 2 C], real parts before imaginary parts.
-      tail: f32[K, 2 C].
-
-    Returns:
-      f32[B, K].
-
-    Raises:
-      ValueError: incompatible shapes, or an odd width.
-    """
-    return score(COMPLEX, head, relation, tail)
 
 
 def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
