@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.data.blocks import SPLITS, Layout
+from jaxrec.data.blocks import SPLITS, Layout, Split, open_split
 from jaxrec.data.preparation import (
     COUNT_AGAIN,
     VOCABULARY,
@@ -82,6 +82,14 @@ def prepare(
     )  # fmt: skip
 
 
+def open_table(directory: str | Path, name: str) -> Split:
+    """Open a split of a prepared table, as `open_split`; raises ValueError if it was prepared without a schema too."""
+    split = open_split(directory, name)
+    if "table" not in split.metadata:
+        raise ValueError(f"{directory} holds Criteo rows, prepared without a schema: open it with --data criteo.")
+    return split
+
+
 def _check_names(schema: Schema, paths: Sequence[Path]) -> None:
     """Raise ValueError for a file that a split by files does not name."""
     split = schema.split
@@ -102,7 +110,7 @@ def _layout(schema: Schema) -> dict[str, Any]:
     if schema.single:
         columns["ids.sparse"] = [[len(schema.single)], "int32"]
     columns |= {f"ids.{bag.column}": [[bag.hots], "int32"] for bag in schema.bags}
-    return Layout("table", columns, "A table of one's own.", "That of the files it was made from.")._asdict()
+    return Layout("table", columns)._asdict()
 
 
 def _write(job: Job, schema: Schema) -> list[int]:

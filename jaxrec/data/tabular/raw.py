@@ -10,10 +10,10 @@ from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders
+from jaxrec.data.tabular.preparation import open_table
 from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Schema
 from jaxrec.data.tabular.splits import ByRows
-from jaxrec.data.tabular.table import open_table
 from jaxrec.files import local_path
 
 
