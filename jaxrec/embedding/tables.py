@@ -123,9 +123,6 @@ class Tables(Protocol):
           ValueError: no such shard, or parts of wrong shapes; nothing has changed.
         """
 
-    def reset_shard(self, stack: str, shard: int) -> Self:
-        """Reset all rows and slots of one shard to their initial values; return the tables."""
-
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
         """Context in which the caller replaces whole shards; tables that outlive the process are marked torn in it."""
 
