@@ -133,11 +133,7 @@ def _part(value, own, weight):
 
 
 def checked_seed(seed: int) -> int:
-    """Return a seed as a Python int.
-
-    Raises:
-      ValueError: it is not an integer from 0 to 2**32 - 1, the range of seeds of a key.
-    """
+    """Return a seed as a Python int."""
     return whole_number("seed", seed, 0, 2**32 - 1, _SEED)
 
 

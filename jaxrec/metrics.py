@@ -88,9 +88,6 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
       auc (streaming: exact except for pairs of logits closer than 6e-4); log_loss, the mean of -log p(label) with p =
       sigmoid(logit); normalized_entropy, log loss over the entropy of the label mean, so that the best constant has 1
       (He et al., ADKDD 2014, eq. 1); calibration (mean prediction over label mean); label_mean; examples.
-
-    Raises:
-      ValueError: there is no example of weight above 0.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())

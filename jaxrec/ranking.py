@@ -159,10 +159,6 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
     Returns:
       i64[n].
 
-    Raises:
-      ValueError: the shapes do not match, or an item does not exist.
-      FloatingPointError: a score is NaN.
-
     >>> places_of(np.array([[.1, .9, .5], [.2, .2, .1]]), np.array([2, 0])).tolist()
     [1, 1]
     """

@@ -50,9 +50,6 @@ def write_blocks(
 
     Returns:
       The size of the shard in bytes.
-
-    Raises:
-      OSError: the disk is full, or the directory is not writable.
     """
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -252,11 +249,7 @@ def open_split(directory: str | Path, name: str) -> Split:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """Read the metadata of a complete preparation.
-
-    Raises:
-      ValueError: the preparation is incomplete, or its metadata is missing or damaged.
-    """
+    """Read the metadata of a complete preparation."""
     if not (directory / DONE).exists():
         raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
     keys = ("cardinalities", "rows", "label_mean", "skipped_rows", "options", "sources")

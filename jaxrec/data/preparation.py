@@ -154,9 +154,6 @@ def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) 
 
     Yields:
       (piece, result of `read`).
-
-    Raises:
-      ValueError: all pieces together have more than `max_bad_rows` malformed rows.
     """
     left: int | None = None
     pieces = (piece for piece in _pieces(job) if piece.first_row + piece.rows > from_row)
@@ -284,12 +281,7 @@ def _write_shard(job: Job, name: str, rows: dict[str, np.ndarray], last: Any) ->
 
 
 def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """Return the progress notes of a preparation: new ones, or those of the previous run.
-
-    Raises:
-      ValueError: shards were written with other options or from other text; the notes or a shard are damaged or
-        missing.
-    """
+    """Return the progress notes of a preparation: new ones, or those of the previous run."""
     path = directory / PROGRESS
     remedy = f"Delete {directory} and run the preparation again."
     state = read_json(path, ("options", "sources", "shards"), remedy) if path.exists() else None
@@ -312,11 +304,7 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
 
 
 def _finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """Return the metadata of a complete preparation, if it is one of these files with these options.
-
-    Raises:
-      ValueError: as `begin_notes`.
-    """
+    """Return the metadata of a complete preparation, if it is one of these files with these options."""
     metadata = read_metadata(directory)
     differ = _differences(metadata, wanted, paths, read)
     if differ:

@@ -33,9 +33,6 @@ def scaled_cardinalities(rows: int) -> tuple[int, ...]:
     Args:
       rows: total rows of all tables, at least 78.
 
-    Raises:
-      ValueError: fewer rows than 26 tables of 3.
-
     >>> sum(scaled_cardinalities(1_000_000))
     1000000
     """
@@ -69,9 +66,6 @@ class SyntheticClicks:
       curved: share of the variance of the logit, from 0 to 1, that is a wave of a sum over the fields, which sums and
         products of two fields cannot express.
       lookup: name of the lookup in `Batch.ids`.
-
-    Raises:
-      ValueError: no field, or a value that is out of range or not finite.
     """
 
     cardinalities: tuple[int, ...]

@@ -44,10 +44,6 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
 
     Returns:
       Triples, in file order.
-
-    Raises:
-      ValueError: a file is missing, empty or cannot be unpacked; a line is not three integers; the number of triples
-        differs from the first line; an id is negative or too large. Names the file and the line.
     """
     files = {split: _find(Path(directory), split) for split in _SPLITS}
     parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
@@ -79,9 +75,6 @@ def generate_triples(
 
     Returns:
       Triples, all distinct.
-
-    Raises:
-      ValueError: not 1 <= clusters <= entities, or fewer than ten triples.
     """
     if not 1 <= clusters <= entities or entities * relations * tails < 10:
         raise ValueError(
@@ -124,10 +117,6 @@ class TripleBatches:
       negatives: K.
       groups: G, a divisor of B.
       seed: seed of the order of each epoch and of the negatives.
-
-    Raises:
-      ValueError: no triples, a size below 1, groups that do not divide the batch, or a relation id that float32 cannot
-        represent exactly.
     """
 
     triples: np.ndarray

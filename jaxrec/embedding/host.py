@@ -67,9 +67,6 @@ class PutCounts:
         Args:
           shards: numbers of the shards to overwrite; all if None.
           step: step of the new rows; if None, the highest step of any shard, to restore lost shards beside the others.
-
-        Raises:
-          ValueError: no such shard, or a negative step; nothing was marked.
         """
         chosen = chosen_shards(self.spec, shards)
         if step is not None:
@@ -81,12 +78,7 @@ class PutCounts:
 
 @contextlib.contextmanager
 def creating_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
-    """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete.
-
-    Raises:
-      ValueError: the directory holds tables already, or another process is creating some there.
-      OSError: no space or no write permission; the files are removed.
-    """
+    """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete."""
     make_directory(directory)
     with Lock(directory / _LOCK, f"creating tables in {directory}"):
         if (directory / _MANIFEST).exists():
@@ -315,11 +307,7 @@ class HostTables(PutCounts):
         return Rows(out.pop("value"), out)
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
-        """Store updated rows of some shards, or of all, in place; return the same tables.
-
-        Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
-        """
+        """Store updated rows of some shards, or of all, in place; return the same tables."""
         work = [
             (name, *used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
         ]
@@ -338,11 +326,7 @@ class HostTables(PutCounts):
         old: dict[str, Rows],
         shards: Sequence[int] | None = None,
     ) -> "HostTables":
-        """Add rows - old to the current rows, in place and without a lock; return the same tables.
-
-        Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
-        """
+        """Add rows - old to the current rows, in place and without a lock; return the same tables."""
         work = [
             (
                 name,

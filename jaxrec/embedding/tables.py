@@ -237,9 +237,6 @@ def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
     Returns:
       f32[rows, E] for all rows, f32[..., E] for ids.
 
-    Raises:
-      ValueError: no such table; ids that are not integers or are out of range; stale tables of a pipeline's state.
-
     >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'user': Table(9, 4), 'item': Table(5, 4)}, {'pair': Lookup(('user', 'item'))})
     >>> tables = HostTables.create(spec, sgd(0.1))

@@ -90,9 +90,6 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
     Returns:
       A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
       'negative': f32[G, K, E]}, Batch) -> f32[B].
-
-    Raises:
-      ValueError: a negative n3; when the loss is called, a number of groups that does not divide the batch.
     """
     real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)
 
@@ -151,9 +148,6 @@ def filtered_ranks(
 
     Returns:
       f64[Q], from 1 to N.
-
-    Raises:
-      ValueError: queries are not [Q, 3], or chunk is below 1.
     """
     queries = np.asarray(queries, np.int32)
     if queries.ndim != 2 or queries.shape[1] != 3 or chunk < 1:
@@ -196,9 +190,6 @@ def ranking_metrics(ranks: np.ndarray) -> dict[str, float]:
 
     Returns:
       mrr, hits_at_1, hits_at_3, hits_at_10.
-
-    Raises:
-      ValueError: no ranks.
 
     >>> ranking_metrics(np.array([1.0, 2.0, 4.0, 20.0]))
     {'mrr': 0.45, 'hits_at_1': 0.25, 'hits_at_3': 0.5, 'hits_at_10': 0.75}

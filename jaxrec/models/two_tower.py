@@ -59,9 +59,6 @@ def in_batch_softmax(
     Returns:
       f32[B].
 
-    Raises:
-      ValueError: incompatible shapes, or a temperature that is not above 0.
-
     >>> same = jnp.eye(3)
     >>> [round(float(loss), 4) for loss in in_batch_softmax(same, same, temperature=1.0)]  # log(e + 2) - 1
     [0.5514, 0.5514, 0.5514]

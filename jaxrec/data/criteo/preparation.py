@@ -143,11 +143,7 @@ def _encoder(job: Job, side):
 
 
 def load_vocabulary(path: Path, remedy: str) -> list[np.ndarray]:
-    """Load the kept values of each field, u32[v]; zip verifies their checksums.
-
-    Raises:
-      ValueError: the file is truncated or damaged; ends with the remedy.
-    """
+    """Load the kept values of each field, u32[v]; zip verifies their checksums."""
     try:
         # Opened here, since numpy leaks its own handle if the file is damaged.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:

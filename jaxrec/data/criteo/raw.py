@@ -64,9 +64,6 @@ def has_labels(paths: Sequence[str | Path]) -> bool:
 
     Args:
       paths: raw files, plain or .gz.
-
-    Raises:
-      ValueError: only some of the files have labels, or there are no files.
     """
     firsts = {path: next(read_chunks([path])).text.partition(b"\n")[0] for path in local_files(paths)}
     found = {path: parsing.has_labels(line) for path, line in firsts.items()}
@@ -86,9 +83,6 @@ def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = Tr
 
     Yields:
       {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]} in line order, without 'label' if not labelled.
-
-    Raises:
-      ValueError: a malformed line or file (with file, line, rule), or no file.
     """
     for chunk in read_chunks(local_files(paths)):
         columns = parsing.parse(chunk, labelled)

@@ -176,11 +176,7 @@ def save(path: Path, look: Look, found: dict[str, Any]) -> None:
 
 
 def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
-    """Load what `save` wrote.
-
-    Raises:
-      ValueError: the file is missing, truncated or damaged; ends with the remedy.
-    """
+    """Load what `save` wrote."""
     if not path.exists():
         raise ValueError(f"{path} is missing, and it says which category has which row: {remedy}")
     try:

@@ -25,9 +25,6 @@ def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
     Args:
       sources: ratings.dat, users.dat and movies.dat.
       directory: directory of the preparation.
-
-    Raises:
-      ValueError: a file is missing or has a line that is not of MovieLens; a rating names an unknown user or movie.
     """
     import polars as pl
 

@@ -23,10 +23,6 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     Args:
       sources: text, plain or compressed by gzip, or Parquet.
       schema: schema of the prepared table.
-
-    Raises:
-      ValueError: some files have the labels and others do not, or a file lacks some of them; a file cannot be read, as
-        in `prepare`.
     """
     import polars as pl
 
@@ -54,9 +50,6 @@ def read_rows(
 
     Yields:
       Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
-
-    Raises:
-      ValueError: the table was prepared with another schema; a row is malformed (with file, line, rule).
     """
     directory = local_path(directory)
     digest = open_table(directory, "train").metadata["table"]["digest"]

@@ -57,10 +57,6 @@ def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[
       paths: the files, each text or Parquet.
       schema: schema of all files.
       known: earlier readings of each file.
-
-    Raises:
-      ValueError: a file has no rows, lacks a column, or differs from an earlier reading; a .gz or Parquet file is
-        damaged.
     """
     first_row = 0
     for number, path in enumerate(paths):

@@ -167,9 +167,6 @@ class Schema:
       gather: (sources, directory) -> sources: first joins several files into one table, in the directory of the
         preparation.
 
-    Raises:
-      ValueError: a contradiction, or a number out of range.
-
     >>> Schema(label="click", features=[Categorical("user"), Dense("age", buckets=(18, 30))]).single
     ('user', 'age')
     """

@@ -133,9 +133,6 @@ def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
     Returns:
       Two times, the second not below the first; the shares before them are the nearest to those of the split.
 
-    Raises:
-      ValueError: too few distinct times.
-
     >>> bounds(ByTime("t", 0.5), np.array([1.0, 2.0, 3.0]), np.array([10, 10, 20]))
     [3.0, 3.0]
     """
