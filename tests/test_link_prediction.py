@@ -211,9 +211,9 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "line 1: .* is not the number of triples"),
-        ("0\n", "line 1 says 0 triples"),
-        ("3\n0 1 2\n1 2 0\n", "line 1 says 3 triples, and 2 lines follow"),
+        ("", "line 1: '' is not the number of triples"),
+        ("0\n", "line 1: '0' is not the number of triples"),
+        ("3\n0 1 2\n1 2 0\n", "line 1: '3' is not the number of triples, one on each of the 2 lines"),
         ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
         ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
         ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),

@@ -83,6 +83,8 @@ class Encoded(NamedTuple):
     row: np.ndarray  # i64[n] number among all rows of all files
     side: np.ndarray  # int[n] index into SPLITS
     columns: dict[str, np.ndarray]
+    bad_rows: Sequence[int] = ()  # as for `tables`, if it was encoded in the thread
+    why: str = ""
 
 
 def prepare_files(
@@ -198,7 +200,7 @@ def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_ro
             waiting[name] = [{key: array[shard_rows:] for key, array in whole.items()}]
 
     piece = None
-    for piece, row, side, columns in encoded(min(done.values())):
+    for piece, row, side, columns, _, _ in encoded(min(done.values())):
         for name in waiting:
             chosen = (side == SPLITS.index(name)) & (row >= done[name])
             if chosen.any():

@@ -9,7 +9,7 @@ Legend: n rows of a piece.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -123,11 +123,10 @@ def _write(job: Job, schema: Schema) -> list[int]:
 
     def read(piece):
         table = read_table(piece, schema)
-        return _Ready(table.bad_rows, table.why, Encoded(
-            piece, table.row, _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments)
-        ))  # fmt: skip
+        side, columns = _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments)
+        return Encoded(piece, table.row, side, columns, table.bad_rows, table.why)
 
-    encoded = lambda from_row: (ready.encoded for _, ready in tables(job, "writes", read, from_row))
+    encoded = lambda from_row: (each for _, each in tables(job, "writes", read, from_row))
     write_shards(job, encoded, _first_rows(schema, found))
     check_splits(job, _wanted_splits(schema), "the split of the schema")
     job.state["table"] = {
@@ -138,14 +137,6 @@ def _write(job: Job, schema: Schema) -> list[int]:
         "label_over_time": look.summary["label_over_time"],
     }  # fmt: skip
     return list(rows.values())
-
-
-class _Ready(NamedTuple):
-    """A piece, read and encoded in the read-ahead thread."""
-
-    bad_rows: list[int]
-    why: str
-    encoded: Encoded
 
 
 def _sides(schema: Schema, found: dict[str, Any], piece: Piece, table: Table) -> np.ndarray:
