@@ -163,9 +163,6 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
     [1, 1]
     """
     score, target = np.asarray(score), np.asarray(target)
-    if score.ndim != 2 or target.shape != score.shape[:1] or not np.issubdtype(target.dtype, np.integer):
-        raise ValueError(f"scores of shape {score.shape} and targets {target.dtype}{list(target.shape)}: f32[n, items] "
-                         "and i32[n] are expected.")  # fmt: skip
     if len(target) and not (0 <= target.min() and target.max() < score.shape[1]):
         raise ValueError(f"targets from {target.min()} to {target.max()}, but there are {score.shape[1]} items.")
     if np.isnan(score).any():
