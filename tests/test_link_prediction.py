@@ -78,8 +78,6 @@ def test_the_written_gradient_of_a_score_is_that_of_autodiff(name):
 
 
 def test_wrong_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"wants head and relation \[B, E\]"):
-        score(DISTMULT, normal(4, 6), normal(4, 6), normal(9, 5))
     with pytest.raises(ValueError, match="even width"):
         score(COMPLEX, normal(4, 5), normal(4, 5), normal(9, 5))
     with pytest.raises(ValueError, match="n3=-1"):
@@ -167,8 +165,6 @@ def test_unknown_queries_equal_scores_and_broken_scores_gain_nothing():
     assert filtered_ranks(COMPLEX, zeros, zeros, queries, nothing).tolist() == [5, 5]
     assert filtered_ranks(COMPLEX, zeros * np.nan, zeros, queries, nothing).tolist() == [10, 10]
     assert filtered_ranks(COMPLEX, zeros, zeros, np.zeros((0, 3)), nothing).shape == (0,)
-    with pytest.raises(ValueError, match="queries have shape"):
-        filtered_ranks(COMPLEX, zeros, zeros, queries[0], nothing)
     with pytest.raises(ValueError, match="no ranks"):
         ranking_metrics(np.zeros(0))
 

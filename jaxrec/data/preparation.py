@@ -117,8 +117,6 @@ def prepare_files(
         another preparation or a damaged one, or another run is preparing there; a split has no rows.
     """
     tfds_module()  # fails now, not after the work, if a package is missing
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: give a directory, which is made if it does not exist.")
     make_directory(directory)
     with Lock(directory / "lock", f"preparing {directory}"):
         if gather is not None:

@@ -78,8 +78,6 @@ class SyntheticClicks:
     lookup: str = "sparse"
 
     def __post_init__(self):
-        if not self.cardinalities:
-            raise ValueError(f"cardinalities={self.cardinalities}: give at least one field.")
         for cardinality in self.cardinalities:
             whole_number("each of cardinalities", cardinality, 1, 2**31 - 1)  # ids are int32
         for name in ("exponent", "signal"):

@@ -262,11 +262,10 @@ def _rate(learning_rate, step):
     if not callable(learning_rate):
         return learning_rate
     rate = learning_rate(step)
-    if callable(rate) or rate is None or np.shape(rate) != ():
-        what = f"an array of shape {np.shape(rate)}" if np.shape(rate) else f"a {type(rate).__name__}"
+    if np.shape(rate) != ():
         raise ValueError(
-            f"the schedule {learning_rate!r:.80} gave {what} at a step, but it gives one number: "
-            "f(step i32[]) -> f32[], as optax.cosine_decay_schedule(0.1, steps) returns one."
+            f"the schedule {learning_rate!r:.80} gave an array of shape {np.shape(rate)} at a step, but a rate is one "
+            "number."
         )
     return rate
 

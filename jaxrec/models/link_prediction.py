@@ -49,10 +49,6 @@ COMPLEX = Model(_complex_query, _complex_cube)
 
 def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
     """Score every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
-    if head.ndim != 2 or head.shape != relation.shape or tail.ndim != 2 or head.shape[1] != tail.shape[1]:
-        raise ValueError(
-            f"a score wants head and relation [B, E] and tail [K, E], got {head.shape}, {relation.shape}, {tail.shape}."
-        )
     return _products(model.query(head, relation), tail)
 
 
@@ -150,8 +146,6 @@ def filtered_ranks(
       f64[Q], from 1 to N.
     """
     queries = np.asarray(queries, np.int32)
-    if queries.ndim != 2 or queries.shape[1] != 3 or chunk < 1:
-        raise ValueError(f"queries have shape {queries.shape}, chunk={chunk}: want [Q, 3] and a chunk of 1 or more.")
     chunks = [queries[start : start + chunk] for start in range(0, len(queries), chunk)]
     filters = [known(part[:, 0], part[:, 1]) for part in chunks]
     longest = max((len(query) for query, _ in filters), default=0)

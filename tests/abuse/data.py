@@ -105,7 +105,7 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("a file for the directory", ValueError, "is a file: give a directory")
+@situation("a file for the directory", NotADirectoryError, "Not a directory: .*out")
 def _(directory):
     prepare([raw(directory)], raw(directory, "x", "out"), **SMALL)
 
