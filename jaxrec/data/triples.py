@@ -10,6 +10,7 @@ group.
 import dataclasses
 import functools
 import gzip
+import itertools
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,10 +167,8 @@ class TripleBatches:
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
         """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""
-        index = start
-        while batches is None or index < batches:
-            yield self.batch(index)
-            index += 1
+        indices = itertools.count(start) if batches is None else range(start, batches)
+        return (self.batch(index) for index in indices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

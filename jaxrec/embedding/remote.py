@@ -180,12 +180,7 @@ class RemoteTables(PutCounts):
     # ---- rows of a batch
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gather the planned rows and slots into fresh arrays; padding reads zero.
-
-        Raises:
-          ValueError: the plans were made with another spec.
-          ShardsLost: some of the rows are lost.
-        """
+        """Gather the planned rows and slots into fresh arrays; padding reads zero."""
         used = {name: used_rows(self, name, plan) for name, plan in plans.items()}
         messages = self._messages(range(self.spec.shards), {name: (*both, {}) for name, both in used.items()})
         # Never reused, and never the buffers of the messages: jax may alias them (jax#37830).
@@ -204,7 +199,6 @@ class RemoteTables(PutCounts):
         """Store final rows of all shards or of some; return the same tables.
 
         Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
           ShardsLost: some shards are lost; all others are written.
         """
         chosen = chosen_shards(self.spec, shards)
@@ -227,7 +221,6 @@ class RemoteTables(PutCounts):
         """Add rows - old to the current rows; return the same tables.
 
         Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
           ShardsLost: some shards are lost; all others are written.
         """
         work = {}

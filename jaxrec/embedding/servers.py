@@ -253,16 +253,13 @@ class ShardServer:
         return out
 
     def _put(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
-        def put(table, unique, count, values):
-            kernels.scatter(table, unique, self.spec.shards, count, values)
-
-        self._store(put, shards, pieces)
+        self._store(kernels.scatter, shards, pieces)
 
     def _add(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
         """Add differences to the current rows."""
 
-        def add(table, unique, count, difference):
-            kernels.scatter_add(table, unique, self.spec.shards, count, difference, np.zeros_like(difference))
+        def add(table, unique, shards, count, change):
+            kernels.scatter_add(table, unique, shards, count, change, np.zeros_like(change))
 
         self._store(add, shards, pieces)
 
@@ -271,7 +268,7 @@ class ShardServer:
         for name, piece in checked.items():
             for place, shard in enumerate(shards):
                 for part, table in self.writable(name, shard).items():
-                    store(table, piece.unique[place], piece.count[place], piece.parts[part][place])
+                    store(table, piece.unique[place], self.spec.shards, piece.count[place], piece.parts[part][place])
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
         """{(stack, shard): {part: [n, width]}} for {(stack, shard): i32[n] rows of the stack}."""

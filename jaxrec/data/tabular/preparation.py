@@ -90,16 +90,6 @@ def open_table(directory: str | Path, name: str) -> Split:
     return split
 
 
-def _check_names(schema: Schema, paths: Sequence[Path]) -> None:
-    """Raise ValueError for a file that a split by files does not name."""
-    split = schema.split
-    if not isinstance(split, ByFile):
-        return
-    for path in paths:
-        if path.name not in split.train + split.validation + split.test:
-            raise ValueError(f"{path} is none of the files of the split: {split}. Rename it, or say what it is for.")
-
-
 def _layout(schema: Schema) -> dict[str, Any]:
     labels = [len(schema.label)] if len(schema.label) > 1 else []
     columns: dict[str, Any] = {"label": [labels, "float32"]}
@@ -115,7 +105,12 @@ def _layout(schema: Schema) -> dict[str, Any]:
 
 def _write(job: Job, schema: Schema) -> list[int]:
     """Write the missing shards; return the number of rows of each table."""
-    _check_names(schema, job.paths)
+    if isinstance(split := schema.split, ByFile):
+        for path in job.paths:
+            if path.name not in split.train + split.validation + split.test:
+                raise ValueError(
+                    f"{path} is none of the files of the split: {split}. Rename it, or say what it is for."
+                )
     look, found = _look(job, schema)
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     rows = table_rows(schema, look.vocabularies)
