@@ -6,7 +6,7 @@ ones: Criteo's allow non-commercial research and forbid distribution.
 """
 
 from jaxrec.data.blocks import Split, open_split
-from jaxrec.data.criteo.preparation import prepare
-from jaxrec.data.criteo.raw import Encoder, has_labels, open_encoder, read_rows
+from jaxrec.data.criteo.preparation import Encoder, prepare
+from jaxrec.data.criteo.raw import has_labels, open_encoder, read_rows
 
 __all__ = ["Encoder", "Split", "has_labels", "open_encoder", "open_split", "prepare", "read_rows"]

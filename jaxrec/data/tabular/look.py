@@ -177,8 +177,6 @@ def save(path: Path, look: Look, found: dict[str, Any]) -> None:
 
 def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
     """Load what `save` wrote."""
-    if not path.exists():
-        raise ValueError(f"{path} is missing, and it says which category has which row: {remedy}")
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             parts = {name: saved[name] for name in saved.files}
@@ -191,7 +189,7 @@ def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
             counts[name] = parts[f"{number}.counts"]
         return Look(vocabularies, counts, words["summary"]), words["found"]
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is cut or damaged ({error}): {remedy}") from error
+        raise ValueError(f"{path} is missing, cut or damaged ({error}): {remedy}") from error
 
 
 def digest(schema: Schema, look: Look) -> str:
