@@ -46,11 +46,7 @@ def layout_of(metadata: dict[str, Any]) -> Layout:
 def write_blocks(
     directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout
 ) -> int:
-    """Write one shard of a split: the columns of the layout, cut into blocks.
-
-    Returns:
-      The size of the shard in bytes.
-    """
+    """Write one shard of a split, the columns of the layout cut into blocks; return its size in bytes."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     serialize, path = _serializer(layout), _shard_path(directory, name, index, layout)

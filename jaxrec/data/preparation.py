@@ -143,17 +143,10 @@ def count_rows(job: Job) -> int:
 
 
 def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Read the pieces that reach beyond a row, one piece ahead in a thread.
+    """Yield (piece, result of `read`) for the pieces that reach beyond a row, one piece ahead in a thread.
 
-    Args:
-      job: the run.
-      stage: as in `Progress`.
-      read: piece -> its well-formed rows, with `bad_rows`, the numbers of the malformed ones, and `why`, file, line and
-        fault of the first of them.
-      from_row: row number; pieces that end before it are skipped.
-
-    Yields:
-      (piece, result of `read`).
+    `read` gives the well-formed rows, with `bad_rows`, the numbers of the malformed ones, and `why`: file, line and
+    fault of the first of them.
     """
     left: int | None = None
     pieces = (piece for piece in _pieces(job) if piece.first_row + piece.rows > from_row)
@@ -182,7 +175,6 @@ def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_ro
     """Write the missing shards; each one is recorded before the next shard of its split begins.
 
     Args:
-      job: the run.
       encoded: row -> the encoded pieces that reach beyond it.
       first_row: {split: number of the first row that may belong to it}.
     """

@@ -121,12 +121,7 @@ def _check_distinct(paths, keys):
 
 
 def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> Iterator[Chunk]:
-    """Stream files, plain or compressed by gzip, as chunks of whole lines in bounded memory.
-
-    Args:
-      paths: the files.
-      known: earlier readings of each file, shortest first.
-    """
+    """Stream files, plain or .gz, as chunks of whole lines in bounded memory; `known` are earlier readings of each."""
     first_row = 0
     for number, path in enumerate(paths):
         before = 0

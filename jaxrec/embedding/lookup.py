@@ -156,14 +156,7 @@ def _plan_stack(spec, stack, lookups, capacity):
 
 
 def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
-    """Return whether a plan maps every id to its own row, which a plan of another batch does not.
-
-    Args:
-      spec: tables and lookups.
-      stack: name of the stack.
-      plan: Plan of numpy arrays, with `inverse` of the shapes of the ids.
-      ids: {lookup: integers [B, ...]}.
-    """
+    """Return whether a plan of numpy arrays maps every id to its own row, which a plan of another batch does not."""
     unique = plan.unique.reshape(-1)
     return not any(
         kernels.misplaced(

@@ -190,17 +190,7 @@ def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
 
 
 def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the initial values and slots of rows of a stack.
-
-    Args:
-      spec: tables, shards and seed.
-      layout: parts of a row, per stack.
-      stack: name of the stack.
-      row: i32[n] row numbers within the stack.
-
-    Returns:
-      {part: [n, width]}, the same for all implementations of `Tables`.
-    """
+    """Return the initial values and slots of rows i32[n] of a stack, {part: [n, width]}, for all kinds of `Tables`."""
     width, scale = spec.stacks[stack].width, spec.row_scale(stack, row)
     value = initial_rows(row, width, scale, spec.seed)
     slots = {name: part for name, part in layout[stack].items() if part.fill is not None}
@@ -274,15 +264,7 @@ def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
 
 
 def write_shard(matrix: np.ndarray, rows: Array, first: int, shard: int, shards: int) -> None:
-    """Copy a table's rows on one shard of its stack into the table's matrix.
-
-    Args:
-      matrix: [rows, width] of the table, changed in place.
-      rows: [V / S, width] of the whole shard, on the host or on a device.
-      first: the table's first row in the stack.
-      shard: shard number.
-      shards: number of shards S.
-    """
+    """Copy rows [V / S, width] of one shard into the matrix [rows, width] of a table whose first row is `first`."""
     begin = (shard - first) % shards  # the table's first row on this shard
     wanted = matrix[begin::shards]
     place = (first + begin) // shards

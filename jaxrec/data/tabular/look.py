@@ -43,13 +43,7 @@ class Look(NamedTuple):
 
 
 class Looking:
-    """Accumulator of a `Look`, fed piece by piece.
-
-    Args:
-      schema: schema of the table.
-      times: start times of the periods of label_over_time, if rows are split by time; otherwise row order is time
-        order.
-    """
+    """Accumulator of a `Look`; `times` begin the periods of label_over_time if a split is by time, not by rows."""
 
     def __init__(self, schema: Schema, times: Sequence[float] = ()):
         self._schema, self._times = schema, np.array(times)
