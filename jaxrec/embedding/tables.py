@@ -18,7 +18,7 @@ from jaxrec.types import Array, Part, Plan, Rows
 _GOLDEN = 0x9E3779B9
 
 
-def _mix(h):
+def mix(h):
     """Hash u32 by xor-shift-multiply rounds ("lowbias32", Wellons 2018)."""
     h = h ^ (h >> 16)
     h = h * np.uint32(0x7FEB352D)
@@ -45,10 +45,10 @@ def initial_rows(row, width, scale, seed, xp=np):
     >>> initial_rows(np.array([0, 1]), 2, 1.0, seed=0).shape
     (2, 2)
     """
-    key = _mix(xp.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], dtype=np.uint32))
-    row_key = _mix(row.astype(np.uint32) ^ key)  # [n]
+    key = mix(xp.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], dtype=np.uint32))
+    row_key = mix(row.astype(np.uint32) ^ key)  # [n]
     column = xp.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
-    h = _mix(row_key[:, None] + column[None, :])
+    h = mix(row_key[:, None] + column[None, :])
     unit = (h >> 8).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact, in [-1, 1)
     return unit * xp.asarray(scale, dtype=np.float32).reshape(-1, 1)
 

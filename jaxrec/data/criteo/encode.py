@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 import numba
 import numpy as np
 
+from jaxrec.embedding.tables import mix
+
 MISSING, OUT_OF_VOCABULARY = 0, 1
 PENDING_ROWS = 1 << 20  # counted at once, which bounds the memory of counting
 
@@ -18,10 +20,7 @@ def hash_ids(category, present, cap: int) -> np.ndarray:
     Other ids are 1 + mix(value, field) % (cap - 1).
     """
     field = np.arange(1, category.shape[1] + 1, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    h = category ^ field[None, :]
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # "lowbias32", Wellons 2018
-        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
-    h ^= h >> np.uint32(16)
+    h = mix(category ^ field[None, :])
     return np.where(present, 1 + h % np.uint32(cap - 1), MISSING).astype(np.int32)
 
 
