@@ -46,10 +46,7 @@ class Outcome(NamedTuple):
 def key_at(seed: int, step: jax.Array, sharded: bool = False) -> jax.Array:
     """Return the PRNG key of a step on a device, fold_in(fold_in(key(seed), step), device).
 
-    Args:
-      seed: int from 0 to 2**32 - 1.
-      step: i32[], number of steps that the dense state has seen.
-      sharded: whether the caller is inside a shard_map over the mesh; otherwise the device index is 0.
+    The device index is 0 unless `sharded`, that is, inside a shard_map over the mesh.
 
     >>> bool(jax.random.uniform(key_at(0, 7)) == jax.random.uniform(key_at(0, 7)))
     True
@@ -74,16 +71,10 @@ def outcome_of(
 
 
 def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array, sharded: bool) -> dict[str, jax.Array]:
-    """Average figures like the loss: weighted over the examples of a replica, then over replicas.
+    """Average figures like the loss, {name: f32[]}: weighted over the examples of a replica, then over replicas.
 
-    Args:
-      figures: {name: f32[B] per example, or f32[], the mean of the device's examples}.
-      batch: the device's part of the Batch.
-      weight: W, f32[].
-      sharded: whether the caller is inside a shard_map over the mesh.
-
-    Returns:
-      {name: f32[]}. Examples of weight 0, and devices with only such examples, are ignored, even if they hold NaN.
+    Examples of weight 0, and devices with only such examples, are ignored, even if they hold NaN. `sharded` is whether
+    the caller is inside a shard_map over the mesh.
     """
 
     def mean(value):
@@ -100,18 +91,7 @@ def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array,
 def mean_variables(
     variables: dict[str, PyTree], params: PyTree, batch: Batch, weight: jax.Array, sharded: bool
 ) -> dict[str, PyTree]:
-    """Average new variables over the devices of a replica, weighted by the examples of each.
-
-    Args:
-      variables: {name: new value of params[name]} on this device.
-      params: dense parameters before the step.
-      batch: the device's part of the Batch.
-      weight: W, f32[].
-      sharded: whether the caller is inside a shard_map over the mesh.
-
-    Returns:
-      {name: value}, equal on all devices of a replica; the values in `params` if W is 0.
-    """
+    """Average new variables over the devices of a replica, weighted by the examples of each; the old ones if W is 0."""
     own = jnp.sum(batch.weight)
 
     def mean(new, old):
@@ -133,11 +113,7 @@ def _part(value, own, weight):
 
 
 def checked_seed(seed: int) -> int:
-    """Return a seed as a Python int.
-
-    Raises:
-      ValueError: it is not an integer from 0 to 2**32 - 1, the range of seeds of a key.
-    """
+    """Return a seed as a Python int."""
     return whole_number("seed", seed, 0, 2**32 - 1, _SEED)
 
 
@@ -165,11 +141,7 @@ def check_rng(function: Callable, keyed: bool) -> None:
 def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool = False) -> None:
     """Refuse the result of a loss or a prediction that is not one number per example.
 
-    Args:
-      what: 'loss' or 'predict'.
-      found: the result.
-      batch: the device's part of the Batch.
-      only_first_axis: whether to check the first axis only, so that an example may have several numbers.
+    With `only_first_axis`, an example may have several numbers.
     """
     size, shape = len(batch.weight), getattr(found, "shape", None)
     if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):

@@ -11,29 +11,6 @@ import numpy as np
 BINS, _LIMIT = 1 << 16, 20.0
 
 
-def log_loss(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Return the weighted mean of -log p(label), p = sigmoid(logit).
-
-    Args:
-      logit, label, weight: f32[n]; weight is 1 if None.
-
-    >>> round(log_loss(np.zeros(2), np.array([0., 1.])), 4)
-    0.6931
-    """
-    logit, label, weight = _some_clicks(logit, label, weight)
-    return float(np.sum(weight * _cross_entropy(logit, label)) / np.sum(weight))
-
-
-def normalized_entropy(logit: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
-    """Return log loss over the entropy of the label mean (He et al., ADKDD 2014, eq. 1); the best constant has 1.
-
-    Args:
-      logit, label, weight: f32[n]; weight is 1 if None.
-    """
-    logit, label, weight = _some_clicks(logit, label, weight)
-    return log_loss(logit, label, weight) / _entropy(float(np.average(label, weights=weight)))
-
-
 def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
     """Return the area under the ROC curve, P(positive scores above negative), with ties counted half.
 
@@ -48,7 +25,9 @@ def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = 
     >>> exact_auc(np.array([.1, .4, .35, .8]), np.array([0, 0, 1, 1]))
     0.75
     """
-    score, label, weight = _some_clicks(score, label, weight)
+    score, label, weight = _clicks(score, label, weight)
+    if not len(weight):
+        raise ValueError("no example of weight above 0: there is nothing to measure.")
     _, place = np.unique(score, return_inverse=True)
     positives = np.bincount(place, weight * label)
     negatives = np.bincount(place, weight * (1 - label))
@@ -85,7 +64,7 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
     return Evaluation(
         np.bincount(place, weight * label, BINS),
         np.bincount(place, weight * (1 - label), BINS),
-        float(np.sum(weight * _cross_entropy(logit, label))),
+        float(np.sum(weight * (np.logaddexp(0, logit) - label * logit))),
         float(np.sum(weight / (1 + np.exp(-logit)))),
         int(np.sum(weight > 0)),
     )
@@ -106,11 +85,9 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     """Compute metrics from statistics.
 
     Returns:
-      auc (streaming: exact except for pairs of logits closer than 6e-4), log_loss, normalized_entropy, calibration
-      (mean prediction over label mean), label_mean, examples.
-
-    Raises:
-      ValueError: there is no example of weight above 0.
+      auc (streaming: exact except for pairs of logits closer than 6e-4); log_loss, the mean of -log p(label) with p =
+      sigmoid(logit); normalized_entropy, log loss over the entropy of the label mean, so that the best constant has 1
+      (He et al., ADKDD 2014, eq. 1); calibration (mean prediction over label mean); label_mean; examples.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())
@@ -127,13 +104,6 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
         "label_mean": clicks / total,
         "examples": evaluation.examples,
     }
-
-
-def _some_clicks(logit, label, weight):
-    logit, label, weight = _clicks(logit, label, weight)
-    if not len(weight):
-        raise ValueError("no example of weight above 0: there is nothing to measure.")
-    return logit, label, weight
 
 
 def _clicks(logit, label, weight):
@@ -166,11 +136,6 @@ def _auc_of_bins(positives, negatives) -> float:
     below = np.cumsum(negatives) - negatives / 2
     pairs = positives.sum() * negatives.sum()
     return float(np.sum(positives * below) / pairs) if pairs > 0 else float("nan")
-
-
-def _cross_entropy(logit, label):
-    logit, label = np.asarray(logit, np.float64), np.asarray(label, np.float64)
-    return np.logaddexp(0, logit) - label * logit
 
 
 def _entropy(p: float) -> float:

@@ -159,17 +159,10 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
     Returns:
       i64[n].
 
-    Raises:
-      ValueError: the shapes do not match, or an item does not exist.
-      FloatingPointError: a score is NaN.
-
     >>> places_of(np.array([[.1, .9, .5], [.2, .2, .1]]), np.array([2, 0])).tolist()
     [1, 1]
     """
     score, target = np.asarray(score), np.asarray(target)
-    if score.ndim != 2 or target.shape != score.shape[:1] or not np.issubdtype(target.dtype, np.integer):
-        raise ValueError(f"scores of shape {score.shape} and targets {target.dtype}{list(target.shape)}: f32[n, items] "
-                         "and i32[n] are expected.")  # fmt: skip
     if len(target) and not (0 <= target.min() and target.max() < score.shape[1]):
         raise ValueError(f"targets from {target.min()} to {target.max()}, but there are {score.shape[1]} items.")
     if np.isnan(score).any():

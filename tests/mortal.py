@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 
+from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import HostTables
 from jaxrec.types import ShardsLost
 
@@ -20,7 +21,7 @@ class MortalTables(HostTables):
 
     @classmethod
     def of(cls, tables, deaths=()):
-        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
+        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.puts)
         found.__dict__.update(deaths=list(deaths), calls=collections.Counter(), dead=set(), lock=threading.Lock())
         return found
 
@@ -38,11 +39,7 @@ class MortalTables(HostTables):
 
     def revive(self, shards):
         """Restore shards to their initial rows."""
-        with self.overwriting(shards):
-            for shard in shards:
-                for name in self.spec.stacks:
-                    self.reset_shard(name, shard)
-        return self
+        return restore_shards(None, self, shards)[0]
 
     def read(self, plans):
         self.count("read")
@@ -75,15 +72,7 @@ class MortalTables(HostTables):
         return self.write(lambda there: HostTables.add(self, plans, rows, old, there), shards)
 
     def with_shard(self, stack, shard, parts):
-        self._restored(shard)
-        return super().with_shard(stack, shard, parts)
-
-    def reset_shard(self, stack, shard):
-        self._restored(shard)
-        return super().reset_shard(stack, shard)
-
-    def _restored(self, shard):
-        """A restored shard has the puts that it missed."""
-        if shard in self.dead:
+        if shard in self.dead:  # a restored shard has the puts that it missed
             self.dead.discard(shard)
-            self.steps[shard] = self.steps[:, 1].max()
+            self.puts[shard] = self.puts[:, 1].max()
+        return super().with_shard(stack, shard, parts)

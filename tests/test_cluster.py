@@ -301,6 +301,7 @@ DRIVER = """
 import sys
 sys.path[:0] = {path!r}
 from test_engine import ROWS, SPEC
+from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 
 try:
@@ -308,8 +309,7 @@ try:
         servers = Supervisor(cluster, SPEC, ROWS, 2)
         print("begun", *servers.processes, flush=True)
         sys.stdin.read()
-        for shard in range(4):
-            servers.tables.reset_shard("width_4", shard)
+        restore_shards(None, servers.tables, range(4))
     print("ended")
 except Exception as error:
     print(type(error).__name__, error)

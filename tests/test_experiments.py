@@ -233,10 +233,8 @@ def test_oac_throughput_over_servers_compares_the_modes_and_their_bits(tmp_path)
 class OtherRows(HostTables):
     """Emulates servers whose initial rows differ, equally in every mode."""
 
-    def reset_shard(self, stack, shard):
-        super().reset_shard(stack, shard)
-        self.shards[stack][shard]["value"][:] += 1
-        return self
+    def with_shard(self, stack, shard, parts):
+        return super().with_shard(stack, shard, {**parts, "value": parts["value"] + 1})
 
 
 @pytest.mark.realtime

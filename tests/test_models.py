@@ -144,8 +144,6 @@ def test_finalmlp_is_the_papers_equation():
         mine = [stream[:, 4 * head : 4 * head + 4] for stream in streams]
         wanted = wanted + np.sum((mine[0] @ params["bilinear"][head]) * mine[1], axis=1)
     np.testing.assert_allclose(model.apply({"params": params}, dense, activations), wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="divisible by heads=5"):
-        FinalMLP(((16,), (16,)), heads=5).init(jax.random.key(0), dense, activations)
 
 
 def history(seed=0, batch=B):
@@ -179,15 +177,10 @@ def test_din_weighs_a_history_by_the_candidate_and_sees_nothing_that_is_missing(
 
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda c, h, p: (c[:, :2], h, p),
-        lambda c, h, p: (c, h[:, :2], p),
-        lambda c, h, p: (c, h, p[:, :2]),
-        lambda c, h, p: (c, h[0], p),
-    ],
+    [lambda c, h, p: (c, h[:, :2], p), lambda c, h, p: (c, h, p[:, :2]), lambda c, h, p: (c, h, p.T)],
 )
 def test_din_refuses_a_history_that_does_not_fit(change):
-    with pytest.raises(ValueError, match="DIN wants a candidate"):
+    with pytest.raises(ValueError, match="DIN wants a history"):
         DIN().init(jax.random.key(0), *inputs(), *change(*history()))
 
 
@@ -228,10 +221,6 @@ def test_a_side_is_of_length_one_and_refuses_what_does_not_fit():
     dense, activations = inputs()
     params = Side((16, 4)).init(jax.random.key(0), activations, dense)
     np.testing.assert_allclose(np.linalg.norm(Side((16, 4)).apply(params, activations, dense), axis=1), 1, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"activations \[B, F, E\]"):
-        Side().init(jax.random.key(0), dense)
-    with pytest.raises(ValueError, match="an item for each query"):
-        in_batch_softmax(jnp.ones((2, 3)), jnp.ones((3, 3)))
     with pytest.raises(ValueError, match="weight has shape"):
         in_batch_softmax(jnp.ones((2, 3)), jnp.ones((2, 3)), jnp.ones(3))
     with pytest.raises(ValueError, match=r"temperature=0.0 must"):

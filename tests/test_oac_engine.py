@@ -16,6 +16,7 @@ from studies.oac_failures import equal
 from test_oac import SPEC, Broken, frozen, make_batches, make_state, plain_loop, same, update_of
 from world import no_threads_left, until
 
+from jaxrec.checkpoint import restore_shards
 from jaxrec.oac import BrokenPipeline, Pipeline
 from jaxrec.types import ShardsLost
 
@@ -50,9 +51,7 @@ def serial_loop(lost, batches=BATCHES, delay=0):
 
     def lose(step, state):
         shards = [shard for at, mine in lost if at == step for shard in mine]
-        for shard in shards:
-            for name in SPEC.stacks:
-                state.tables.reset_shard(name, shard)
+        restore_shards(None, state.tables, shards)
         return shards
 
     return plain_loop(batches, delay=delay, after=lose)

@@ -183,7 +183,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
         for shard, parts in enumerate(shards):
             for part, array in parts.items():
                 np.testing.assert_array_equal(array, states[steps[shard]].tables.shards[name][shard][part])
-    assert (pipeline.tables.steps[:, 1] == steps).all()
+    assert (pipeline.tables.puts[:, 1] == steps).all()
     refuses_everything(pipeline, int(pipeline.state.dense.step), steps)
 
 
@@ -378,7 +378,7 @@ def ask_all(state, check):
         lambda: tables.parts("width_4"),
         lambda: tables.put({}, {}),
         lambda: tables.add({}, {}, {}),
-        lambda: tables.reset_shard("width_4", 0),
+        lambda: tables.with_shard("width_4", 0, {}),
         lambda: tables.overwriting().__enter__(),
         lambda: evaluate(state, plans, batch),
         lambda: snapshot(state),

@@ -65,7 +65,7 @@ def test_random_calls_leave_the_bits_of_host_tables(spec, data):
     servers = data.draw(st.integers(1, spec.shards), label="servers")
     homes = HostTables.create(spec, adagrad(0.1)), remote(spec, adagrad(0.1), servers)
     for seed in range(data.draw(st.integers(1, 5), label="calls")):
-        verb = data.draw(st.sampled_from(["put", "add", "reset_shard", "with_shard"]), label="verb")
+        verb = data.draw(st.sampled_from(["put", "add", "with_shard"]), label="verb")
         shards = data.draw(st.none() | st.lists(st.integers(0, spec.shards - 1), min_size=1, unique=True))
         plans = plan(spec, draw_ids(spec, 5, seed))
         found = [tables.read(plans) for tables in homes]
@@ -76,13 +76,11 @@ def test_random_calls_leave_the_bits_of_host_tables(spec, data):
                 tables.put(plans, changed(rows, seed), shards)
             elif verb == "add":
                 tables.add(plans, changed(rows, seed), rows, shards)
-            elif verb == "reset_shard":
-                tables.reset_shard(stack, shard)
             else:
                 parts = {p: np.full((1, one.width), seed, np.float32) for p, one in tables.layout[stack].items()}
                 tables.with_shard(stack, shard, parts)
         jax.tree.map(np.testing.assert_array_equal, *map(every_row, homes))
-        np.testing.assert_array_equal(homes[0].steps, homes[1].steps)
+        np.testing.assert_array_equal(homes[0].puts, homes[1].puts)
     assert homes[0].step == homes[1].step
 
 
@@ -233,16 +231,14 @@ def test_a_death_is_told_with_all_shards_of_the_server_when_the_others_are_done(
             lambda: tables.on_shards(lambda *given: 0),
             lambda: tables.take({("width_4", 0): np.array([4])}),
             lambda: np.asarray(tables.parts("width_4")["value"][0]),
-            lambda: tables.reset_shard("width_4", 2),
+            lambda: restore_shards(None, tables, [2]),
         ):
             with pytest.raises(ShardsLost, match=r"shards \[0, 2\] are lost"):
                 call()
         tables.add(plans, rows, rows, [1, 3])
         fleet.recover([0, 2])
         assert tables.lost == ()
-        with tables.overwriting([0, 2]):
-            for shard in (0, 2):
-                tables.reset_shard("width_4", shard)
+        restore_shards(None, tables, [0, 2])
         assert tables.step == 1
         np.testing.assert_array_equal(
             np.asarray(tables.parts("width_4")["value"][2]), HostTables.create(SPEC, ROWS).shards["width_4"][2]["value"]
@@ -284,9 +280,9 @@ def test_a_server_in_the_place_of_another_is_not_written_to():
     tables = RemoteTables(SPEC, ROWS, [name], timeout_s=60)
     name.way = start(2)
     with pytest.raises(ShardsLost, match="sent to incarnation 1 .* and this is incarnation 2"):
-        tables.reset_shard("width_4", 0)
+        restore_shards(None, tables, [0])
     tables.replace(name)
-    tables.reset_shard("width_4", 0)
+    restore_shards(None, tables, [0])
 
 
 def test_late_writers_of_a_process_that_was_replaced_change_nothing_and_end():
@@ -736,10 +732,9 @@ def test_the_servers_write_row_deltas_of_what_they_held_at_the_save_and_no_row_t
     rows = {(name, shard): np.arange(shard, stack.rows, 8) for name, stack in SPEC.stacks.items() for shard in (0, 3)}
     taken, _ = tables.take(rows), asked.clear()
     image = snapshot_rows(tables, rows, 5)
-    for name, shard in rows:
-        tables.reset_shard(name, shard)
+    restore_shards(None, tables, [0, 3])
     written = write_image(tmp_path / "delta_000001", image)
-    assert [verb for _, verb in asked] == ["track"] * 2 + ["reset_shard"] * len(rows) + ["run"] * 2
+    assert [verb for _, verb in asked] == ["track"] * 2 + ["change"] * 2 + ["run"] * 2
     found, _ = restore_shards(written.path, HostTables.create(SPEC, ROWS), [0, 3])
     for place, parts in found.take(rows).items():
         assert same(parts, taken[place])

@@ -362,17 +362,9 @@ def test_what_is_no_rate_is_refused(rate):
         sgd(rate)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        (lambda step: jnp.ones(4), r"shape \(4,\)"),
-        (lambda step: None, "NoneType"),
-        (optax.constant_schedule, "function"),  # a factory of schedules
-    ],
-)
-def test_a_schedule_that_gives_no_number_is_refused_when_it_is_traced(schedule, words):
-    with pytest.raises(ValueError, match=f"schedule .*{words}"):
-        sgd(schedule).update(jnp.ones((2, 4)), jnp.ones((2, 4)), {}, 0)
+def test_a_schedule_that_gives_an_array_is_refused_when_it_is_traced():
+    with pytest.raises(ValueError, match=r"schedule .*shape \(4,\)"):
+        sgd(lambda step: jnp.ones(4)).update(jnp.ones((2, 4)), jnp.ones((2, 4)), {}, 0)
 
 
 @pytest.mark.parametrize(

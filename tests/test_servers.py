@@ -95,7 +95,7 @@ def test_whole_shards_that_come_back_are_writes_in_order_too():
     server.answer("with_shard", ME._replace(number=1), "width_4", 3, rows)  # a late repeat
     assert value_of(server, 3, 2) == 6 and value_of(server, 3, 1) == 5
     first = value_of(server_of(), 3, 2)
-    server.answer("reset_shard", ME._replace(number=4), "width_4", 3)
+    server.answer("change", ME._replace(number=4), lambda server, shards: server.reset_shard("width_4", *shards), [3])
     assert value_of(server, 3, 2) == first
     with pytest.raises(OldWrite):
         server.answer("with_shard", ME._replace(number=3), "width_4", 3, rows)

@@ -4,7 +4,6 @@ Also the placement of the rows, and rounds in the foreground.
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
@@ -316,9 +316,7 @@ def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Pat
 def with_initial_rows(tables: Any) -> Any:
     """Return the tables reset to their initial rows."""
     with tables.overwriting(step=0):
-        for stack, shard in itertools.product(tables.spec.stacks, range(tables.spec.shards)):
-            tables = tables.reset_shard(stack, shard)
-    return tables
+        return restore_shards(None, tables, range(tables.spec.shards))[0]
 
 
 @contextlib.contextmanager

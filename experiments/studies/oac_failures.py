@@ -65,7 +65,7 @@ class WatchedTables(HostTables):
           before_read: called on a loader thread before each `read`.
           before_write: (shards) -> anything, called on a writer thread before each `put` and `add`.
         """
-        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.steps)
+        found = cls(tables.spec, tables.layout, tables.shards, tables.directory, tables.puts)
         # The dataclass is frozen.
         found.__dict__.update(before_read=before_read, before_write=before_write)
         return found

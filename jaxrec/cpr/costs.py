@@ -96,13 +96,13 @@ def measure(
 @contextlib.contextmanager
 def _keeping_put_counts(tables: Tables) -> Iterator[None]:
     """Restore the put counts of tables that keep them: the puts write values that the tables already hold."""
-    steps = getattr(tables, "steps", None)
-    before = None if steps is None else steps.copy()
+    puts = getattr(tables, "puts", None)
+    before = None if puts is None else puts.copy()
     try:
         yield
     finally:
-        if steps is not None:
-            steps[:] = before
+        if puts is not None:
+            puts[:] = before
 
 
 def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, tuple[float, float, float]]:

@@ -6,6 +6,7 @@ Legend: n rows of a block.
 """
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -24,26 +25,13 @@ _IDS = "ids."  # prefix of the columns of lookups, in blocks with several lookup
 
 
 class Layout(NamedTuple):
-    """Columns and description of the blocks of a dataset.
+    """Columns of the blocks of a dataset."""
 
-    Attributes:
-      name: name of the dataset, prefix of its shard names.
-      columns: {column: (shape of one row, dtype)}.
-      citation, license: texts registered with tfds.
-    """
-
-    name: str
-    columns: dict[str, tuple[tuple[int, ...], str]]
-    citation: str
-    license: str
+    name: str  # of the dataset, prefix of its shard names
+    columns: dict[str, tuple[tuple[int, ...], str]]  # {column: (shape of one row, dtype)}
 
 
-CRITEO = Layout(
-    "criteo",
-    {"label": ((), "uint8"), "dense": ((13,), "float32"), "ids": ((26,), "int32")},
-    "Criteo Labs, Display Advertising Challenge (Kaggle, 2014) and Terabyte Click Logs (2015).",
-    "The terms of the raw files hold: Criteo's allow non-commercial research and forbid distribution.",
-)
+CRITEO = Layout("criteo", {"label": ((), "uint8"), "dense": ((13,), "float32"), "ids": ((26,), "int32")})
 
 
 def layout_of(metadata: dict[str, Any]) -> Layout:
@@ -52,20 +40,13 @@ def layout_of(metadata: dict[str, Any]) -> Layout:
         return CRITEO
     kept = metadata["layout"]
     columns = {name: (tuple(shape), dtype) for name, (shape, dtype) in kept["columns"].items()}
-    return Layout(kept["name"], columns, kept["citation"], kept["license"])
+    return Layout(kept["name"], columns)
 
 
 def write_blocks(
     directory: Path, name: str, index: int, rows: dict[str, np.ndarray], block_rows: int, layout: Layout
 ) -> int:
-    """Write one shard of a split: the columns of the layout, cut into blocks.
-
-    Returns:
-      The size of the shard in bytes.
-
-    Raises:
-      OSError: the disk is full, or the directory is not writable.
-    """
+    """Write one shard of a split, the columns of the layout cut into blocks; return its size in bytes."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     serialize, path = _serializer(layout), _shard_path(directory, name, index, layout)
@@ -93,16 +74,12 @@ def _shard_path(directory: Path, name: str, index: int, layout: Layout) -> Path:
 
 
 def _features(layout):
-    tfds = tfds_module()
-    return tfds.features.FeaturesDict(
-        {
-            # As bytes, since a list of numbers would be decoded value by value.
-            name: tfds.features.Tensor(shape=(None, *shape), dtype=dtype, encoding=tfds.features.Encoding.BYTES)
-            for name, (shape, dtype) in (
-                (name, (shape, np.dtype(kind))) for name, (shape, kind) in layout.columns.items()
-            )
-        }
+    features = tfds_module().features
+    # As bytes, since a list of numbers would be decoded value by value.
+    column = lambda shape, dtype: features.Tensor(
+        shape=(None, *shape), dtype=np.dtype(dtype), encoding=features.Encoding.BYTES
     )
+    return features.FeaturesDict({name: column(*each) for name, each in layout.columns.items()})
 
 
 def _serializer(layout: Layout) -> Callable[[dict[str, np.ndarray]], bytes]:
@@ -132,46 +109,46 @@ def register(directory: Path, state: dict[str, Any], cardinalities: list[int]) -
 
 def _write_metadata(directory, beside, state, cardinalities):
     tfds, layout = tfds_module(), layout_of(state)
+    template = functools.partial(
+        tfds.core.ShardedFileTemplate, dataset_name=layout.name, filetype_suffix="array_record", template=_TEMPLATE
+    )
+    block_rows = state["options"]["block_rows"]
     for shard in directory.glob(f"{layout.name}-*.array_record-?????"):
         # The builder of tfds expects the data beside its metadata.
         (beside / shard.name).symlink_to(shard.resolve())
     tfds.folder_dataset.write_metadata(
         data_dir=beside, features=_features(layout), version="1.0.0", check_data=False,
-        split_infos=[_split_info(tfds, directory, name, state) for name in splits_of(state)],
-        filename_template=tfds.core.ShardedFileTemplate(
-            data_dir=beside, dataset_name=layout.name, filetype_suffix="array_record", template=_TEMPLATE
-        ),
-        citation=layout.citation, license=layout.license,
+        split_infos=[
+            tfds.core.SplitInfo(
+                name=name, shard_lengths=[-(-shard["rows"] // block_rows) for shard in shards],
+                num_bytes=sum(shard["bytes"] for shard in shards),
+                filename_template=template(data_dir=directory, split=name),
+            )
+            for name, shards in shards_of(state).items()
+        ],
+        filename_template=template(data_dir=beside),
         metadata=tfds.core.MetadataDict(_metadata(state, cardinalities)),
     )  # fmt: skip
 
 
-def splits_of(state: dict[str, Any]) -> tuple[str, ...]:
-    """Return the splits that have shards, in the order of `SPLITS`."""
-    return tuple(name for name in SPLITS if any(shard["split"] == name for shard in state["shards"]))
+def shards_of(state: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return {split: notes of its shards} from the progress notes, in the order of `SPLITS`."""
+    of = {name: [shard for shard in state["shards"] if shard["split"] == name] for name in SPLITS}
+    return {name: shards for name, shards in of.items() if shards}
 
 
-def _split_info(tfds, directory, name, state):
-    mine = [shard for shard in state["shards"] if shard["split"] == name]
-    template = tfds.core.ShardedFileTemplate(
-        data_dir=directory,
-        dataset_name=layout_of(state).name,
-        split=name,
-        filetype_suffix="array_record",
-        template=_TEMPLATE,
-    )
-    lengths = [-(-shard["rows"] // state["options"]["block_rows"]) for shard in mine]
-    size = sum(shard["bytes"] for shard in mine)
-    return tfds.core.SplitInfo(name=name, shard_lengths=lengths, num_bytes=size, filename_template=template)
+def shard_bytes(state: dict[str, Any]) -> dict[str, list[int]]:
+    """Return {split: size in bytes of each of its shards} from the progress notes."""
+    return {name: [shard["bytes"] for shard in shards] for name, shards in shards_of(state).items()}
 
 
 def _metadata(state, cardinalities):
-    of = {name: [shard for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
-    rows = {name: sum(shard["rows"] for shard in mine) for name, mine in of.items()}
+    of = shards_of(state)
+    rows = {name: sum(shard["rows"] for shard in shards) for name, shards in of.items()}
     return {
         "cardinalities": cardinalities,
         "rows": rows,
-        "label_mean": {name: sum(shard["clicks"] for shard in mine) / rows[name] for name, mine in of.items()},
+        "label_mean": {name: sum(shard["clicks"] for shard in shards) / rows[name] for name, shards in of.items()},
         "skipped_rows": len(state["bad_rows"]),
         "options": state["options"],
         "sources": state["sources"],
@@ -268,11 +245,7 @@ def open_split(directory: str | Path, name: str) -> Split:
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:
-    """Read the metadata of a complete preparation.
-
-    Raises:
-      ValueError: the preparation is incomplete, or its metadata is missing or damaged.
-    """
+    """Read the metadata of a complete preparation."""
     if not (directory / DONE).exists():
         raise ValueError(f"{directory} is no complete dataset: run the preparation (again), it goes on where it was.")
     keys = ("cardinalities", "rows", "label_mean", "skipped_rows", "options", "sources")
@@ -314,11 +287,6 @@ def check_shards(directory: Path, sizes: Mapping[str, Sequence[int | None]], lay
                 raise ValueError(
                     f"{path} has {found} bytes instead of {size}: it was cut or replaced. {_remedy(directory)}"
                 )
-
-
-def shard_bytes(state: dict[str, Any]) -> dict[str, list[int]]:
-    """Return {split: size in bytes of each of its shards} from the progress notes."""
-    return {name: [shard["bytes"] for shard in state["shards"] if shard["split"] == name] for name in splits_of(state)}
 
 
 def tfds_module():

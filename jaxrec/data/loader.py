@@ -49,9 +49,6 @@ class Loader:
       epochs: passes over the data; None for no end.
       lookup: name in `Batch.ids` of the ids of blocks that hold a single array of them.
 
-    Raises:
-      ValueError: a size is below 1, or the source has no rows; while iterating, a block does not match the others.
-
     >>> class TwoBlocks:
     ...     rows = [3, 2]
     ...     def __getitem__(self, index):

@@ -83,6 +83,8 @@ class Encoded(NamedTuple):
     row: np.ndarray  # i64[n] number among all rows of all files
     side: np.ndarray  # int[n] index into SPLITS
     columns: dict[str, np.ndarray]
+    bad_rows: Sequence[int] = ()  # as for `tables`, if it was encoded in the thread
+    why: str = ""
 
 
 def prepare_files(
@@ -115,8 +117,6 @@ def prepare_files(
         another preparation or a damaged one, or another run is preparing there; a split has no rows.
     """
     tfds_module()  # fails now, not after the work, if a package is missing
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: give a directory, which is made if it does not exist.")
     make_directory(directory)
     with Lock(directory / "lock", f"preparing {directory}"):
         if gather is not None:
@@ -143,20 +143,10 @@ def count_rows(job: Job) -> int:
 
 
 def tables(job: Job, stage: str, read: Callable[[Any], Any], from_row: int = 0) -> Iterator[tuple[Any, Any]]:
-    """Read the pieces that reach beyond a row, one piece ahead in a thread.
+    """Yield (piece, result of `read`) for the pieces that reach beyond a row, one piece ahead in a thread.
 
-    Args:
-      job: the run.
-      stage: as in `Progress`.
-      read: piece -> its well-formed rows, with `bad_rows`, the numbers of the malformed ones, and `why`, file, line and
-        fault of the first of them.
-      from_row: row number; pieces that end before it are skipped.
-
-    Yields:
-      (piece, result of `read`).
-
-    Raises:
-      ValueError: all pieces together have more than `max_bad_rows` malformed rows.
+    `read` gives the well-formed rows, with `bad_rows`, the numbers of the malformed ones, and `why`: file, line and
+    fault of the first of them.
     """
     left: int | None = None
     pieces = (piece for piece in _pieces(job) if piece.first_row + piece.rows > from_row)
@@ -185,7 +175,6 @@ def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_ro
     """Write the missing shards; each one is recorded before the next shard of its split begins.
 
     Args:
-      job: the run.
       encoded: row -> the encoded pieces that reach beyond it.
       first_row: {split: number of the first row that may belong to it}.
     """
@@ -201,7 +190,7 @@ def write_shards(job: Job, encoded: Callable[[int], Iterator[Encoded]], first_ro
             waiting[name] = [{key: array[shard_rows:] for key, array in whole.items()}]
 
     piece = None
-    for piece, row, side, columns in encoded(min(done.values())):
+    for piece, row, side, columns, _, _ in encoded(min(done.values())):
         for name in waiting:
             chosen = (side == SPLITS.index(name)) & (row >= done[name])
             if chosen.any():
@@ -284,12 +273,7 @@ def _write_shard(job: Job, name: str, rows: dict[str, np.ndarray], last: Any) ->
 
 
 def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """Return the progress notes of a preparation: new ones, or those of the previous run.
-
-    Raises:
-      ValueError: shards were written with other options or from other text; the notes or a shard are damaged or
-        missing.
-    """
+    """Return the progress notes of a preparation: new ones, or those of the previous run."""
     path = directory / PROGRESS
     remedy = f"Delete {directory} and run the preparation again."
     state = read_json(path, ("options", "sources", "shards"), remedy) if path.exists() else None
@@ -312,11 +296,7 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
 
 
 def _finished(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], read: Read) -> dict[str, Any]:
-    """Return the metadata of a complete preparation, if it is one of these files with these options.
-
-    Raises:
-      ValueError: as `begin_notes`.
-    """
+    """Return the metadata of a complete preparation, if it is one of these files with these options."""
     metadata = read_metadata(directory)
     differ = _differences(metadata, wanted, paths, read)
     if differ:

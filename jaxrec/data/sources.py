@@ -42,11 +42,7 @@ class Chunk(NamedTuple):
 
 
 def local_files(sources: Sequence[str | Path]) -> list[Path]:
-    """Return the absolute paths of raw files.
-
-    Raises:
-      ValueError: no path, a single path instead of several, or a path that is no file on this machine.
-    """
+    """Return the absolute paths of raw files."""
     if isinstance(sources, str | Path):
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
     paths = [local_path(source) for source in sources]
@@ -125,16 +121,7 @@ def _check_distinct(paths, keys):
 
 
 def read_chunks(paths: Sequence[Path], known: Sequence[Sequence[Seen]] = ()) -> Iterator[Chunk]:
-    """Stream files, plain or compressed by gzip, as chunks of whole lines in bounded memory.
-
-    Args:
-      paths: the files.
-      known: earlier readings of each file, shortest first.
-
-    Raises:
-      ValueError: a file is empty, is not text, differs from an earlier reading, or has an endless line; a .gz file is
-        truncated or corrupt.
-    """
+    """Stream files, plain or .gz, as chunks of whole lines in bounded memory; `known` are earlier readings of each."""
     first_row = 0
     for number, path in enumerate(paths):
         before = 0

@@ -10,6 +10,7 @@ group.
 import dataclasses
 import functools
 import gzip
+import itertools
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,10 +45,6 @@ def load_triples(directory: Path | str, entities: int | None = None, relations: 
 
     Returns:
       Triples, in file order.
-
-    Raises:
-      ValueError: a file is missing, empty or cannot be unpacked; a line is not three integers; the number of triples
-        differs from the first line; an id is negative or too large. Names the file and the line.
     """
     files = {split: _find(Path(directory), split) for split in _SPLITS}
     parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
@@ -79,9 +76,6 @@ def generate_triples(
 
     Returns:
       Triples, all distinct.
-
-    Raises:
-      ValueError: not 1 <= clusters <= entities, or fewer than ten triples.
     """
     if not 1 <= clusters <= entities or entities * relations * tails < 10:
         raise ValueError(
@@ -124,10 +118,6 @@ class TripleBatches:
       negatives: K.
       groups: G, a divisor of B.
       seed: seed of the order of each epoch and of the negatives.
-
-    Raises:
-      ValueError: no triples, a size below 1, groups that do not divide the batch, or a relation id that float32 cannot
-        represent exactly.
     """
 
     triples: np.ndarray
@@ -177,10 +167,8 @@ class TripleBatches:
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
         """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""
-        index = start
-        while batches is None or index < batches:
-            yield self.batch(index)
-            index += 1
+        indices = itertools.count(start) if batches is None else range(start, batches)
+        return (self.batch(index) for index in indices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -251,28 +239,19 @@ def _read(path: Path) -> np.ndarray:
         lines = data.decode("ascii").splitlines()
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): fetch it again.") from error
-    if not lines or not lines[0].strip().isdigit():
-        raise ValueError(f"{path}, line 1: {lines[:1]} is not the number of triples: write it there.")
-    if int(lines[0]) != len(lines) - 1 or len(lines) == 1:
+    count = lines[0].strip() if lines else ""
+    if not count.isdigit() or not 0 < int(count) == len(lines) - 1:
         raise ValueError(
-            f"{path}, line 1 says {int(lines[0])} triples, and {len(lines) - 1} lines follow: need one "
-            "line per triple, and at least one. Fetch the file again or correct the number."
+            f"{path}, line 1: {count!r} is not the number of triples, one on each of the {len(lines[1:])} lines that "
+            "follow, at least one: fetch the file again or correct the number."
         )
-    digits_only = not data.translate(None, b"0123456789 \t\r\n")
-    if not digits_only or any(len(line.split()) != 3 for line in lines[1:]):
-        raise _first_bad_line(path, lines)
-    rows = np.fromstring(" ".join(lines[1:]), np.int64, sep=" ").reshape(-1, 3)
-    if rows.max() >= _MAX_ID:
-        raise _first_bad_line(path, lines)
-    return rows[:, [0, 2, 1]]
-
-
-def _first_bad_line(path: Path, lines: list[str]) -> ValueError:
-    def is_good(fields):
-        return len(fields) == 3 and all(field.isdigit() and int(field) < _MAX_ID for field in fields)
-
-    row = next(row for row, line in enumerate(lines) if row and not is_good(line.split()))
-    return ValueError(
-        f"{path}, line {row + 1}: {lines[row]!r} is not `head tail relation`, three integers from 0 to {_MAX_ID - 1}: "
-        "correct the line."
-    )
+    rows = []
+    for number, line in enumerate(lines[1:], 2):
+        fields = line.split()
+        if len(fields) != 3 or not all(field.isdigit() and int(field) < _MAX_ID for field in fields):
+            raise ValueError(
+                f"{path}, line {number}: {line!r} is not `head tail relation`, three integers from 0 to {_MAX_ID - 1}: "
+                "correct the line."
+            )
+        rows.append([int(field) for field in fields])
+    return np.array(rows, np.int64)[:, [0, 2, 1]]

@@ -18,9 +18,6 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import (
     RowIds,
     check_parts,
-    check_shard,
-    empty_parts,
-    fill_initial,
     fitting_parts,
     initial_rows,
 )
@@ -122,13 +119,6 @@ class DeviceTables:
         new = {part: _set_shard(rows, shard, parts[part], rows.sharding) for part, rows in self.parts(stack).items()}
         value = {**self.value, stack: new.pop("value")}
         return dataclasses.replace(self, value=value, slots={**self.slots, stack: new})
-
-    def reset_shard(self, stack: str, shard: int) -> "DeviceTables":
-        """Reset all rows of one shard to their initial values; donates these tables and returns new ones."""
-        check_shard(self.spec, shard)
-        parts = empty_parts(self.spec.stacks[stack], self.layout[stack])
-        fill_initial(self.spec, self.layout, stack, shard, parts)
-        return self.with_shard(stack, shard, parts)
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None):
         """Return a null context: these tables do not outlive the process and need not be marked torn."""

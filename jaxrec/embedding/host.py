@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
 from jaxrec.embedding.tables import (
     RowIds,
     check_parts,
-    check_shard,
     chosen_shards,
     empty_parts,
     fill_initial,
@@ -36,28 +35,50 @@ from jaxrec.embedding.tables import (
 from jaxrec.files import Lock, local_path, make_directory, sync, write_json
 from jaxrec.types import Part, Plan, RowOptimizer, Rows
 
-_MANIFEST, _STEPS, _LOCK = "tables.json", "steps", "tables.lock"
+_MANIFEST, _PUTS, _LOCK = "tables.json", "steps", "tables.lock"
 # {stack: one {"value": f32[V / S, E], slot: f32[V / S, K]} per shard}
 Shards = dict[str, list[dict[str, np.ndarray]]]
 
 
-def allocate(spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
-    """Allocate arrays in RAM with uninitialised rows, and `steps` i64[S, 2]."""
+class PutCounts:
+    """Counts of puts per shard, which tell whether all rows are of one step.
 
-    shards = {
-        name: [empty_parts(stack, layout[name]) for _ in range(stack.shards)] for name, stack in spec.stacks.items()
-    }
-    return shards, np.zeros((spec.shards, 2), np.int64)
+    Attributes:
+      spec: tables and shards.
+      puts: i64[S, 2], puts begun and puts done per shard.
+    """
+
+    spec: EmbeddingSpec
+    puts: np.ndarray
+
+    @property
+    def step(self) -> int | None:
+        """Number of puts applied to all shards, the training step if each step is one put; None if torn."""
+        first = self.puts[0, 0]
+        return int(first) if (self.puts == first).all() else None
+
+    @contextlib.contextmanager
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator[Self]:
+        """Context in which the caller overwrites whole shards; they count as torn until it exits without an error.
+
+            with tables.overwriting(step=image.step):
+                ...  # all rows and slots
+
+        Args:
+          shards: numbers of the shards to overwrite; all if None.
+          step: step of the new rows; if None, the highest step of any shard, to restore lost shards beside the others.
+        """
+        chosen = chosen_shards(self.spec, shards)
+        if step is not None:
+            whole_number("step", step, 0)
+        self.puts[chosen, 0] = self.puts[chosen, 1] + 1
+        yield self
+        self.puts[chosen] = self.puts[:, 1].max() if step is None else step
 
 
 @contextlib.contextmanager
 def creating_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iterator[tuple[Shards, np.ndarray]]:
-    """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete.
-
-    Raises:
-      ValueError: the directory holds tables already, or another process is creating some there.
-      OSError: no space or no write permission; the files are removed.
-    """
+    """Create files for the caller to fill; on exit without an error, write the manifest that marks them complete."""
     make_directory(directory)
     with Lock(directory / _LOCK, f"creating tables in {directory}"):
         if (directory / _MANIFEST).exists():
@@ -75,12 +96,8 @@ def creating_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> Iter
             raise
 
 
-def map_files(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -> tuple[Shards, np.ndarray]:
-    """Map existing files.
-
-    Raises:
-      ValueError: the files are incomplete, damaged, of another spec or row optimizer, or torn.
-    """
+def map_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> tuple[Shards, np.ndarray]:
+    """Map existing files; raises ValueError if they are incomplete, damaged, or of another spec or row optimizer."""
     _check_manifest(directory, _manifest(spec, layout))
     for path, size in _sizes(directory, spec, layout).items():
         found = path.stat().st_size if path.is_file() else None
@@ -90,50 +107,20 @@ def map_files(directory: Path, spec: EmbeddingSpec, layout: Layout, torn: str) -
                 f"{path} is {state}, but {size} bytes are expected: these tables are lost. Create tables in another "
                 "directory and restore an image into them."
             )
-    shards, steps = _map_all(directory, spec, layout, create=False)
-    if torn == "refuse":
-        _check_whole(directory, steps)
-    return shards, steps
+    return _map_all(directory, spec, layout, create=False)
 
 
-def sync_files(directory: Path, spec: EmbeddingSpec, layout: Layout) -> None:
-    """Wait until all files are on disk, including writes through their maps."""
-    for path in _sizes(directory, spec, layout):
-        sync(path)
-
-
-def is_untorn(steps: np.ndarray) -> bool:
-    """Return whether all shards are after the same put, and none within one."""
-    return bool((steps == steps[0, 0]).all())
-
-
-@contextlib.contextmanager
-def torn_within(spec: EmbeddingSpec, steps: np.ndarray, shards: Sequence[int] | None, step: int | None) -> Iterator:
-    """Mark shards as torn within the context, and as being at a step on exit without an error; see `overwriting`.
-
-    Raises:
-      ValueError: no such shard, or a negative step; nothing was marked.
-    """
-    chosen = chosen_shards(spec, shards)
-    if step is not None:
-        whole_number("step", step, 0)
-    steps[chosen, 0] = steps[chosen, 1] + 1
-    yield
-    steps[chosen] = steps[:, 1].max() if step is None else step
-
-
-def _check_whole(directory, steps):
-    if not is_untorn(steps):
-        begun, done = steps.T
-        within = np.flatnonzero(begun != done).tolist()
-        stands = ", ".join(
-            f"shards {np.flatnonzero(done == put).tolist()} after put {put}" for put in np.unique(done).tolist()[-4:]
-        )
-        raise ValueError(
-            f"the tables in {directory} are torn: {stands:.300}; shards {within[:20]} within a put. A process was "
-            "killed while it wrote (or is writing now: then wait). Attach with torn='accept' to overwrite all rows, as "
-            "a restore does, or create tables elsewhere."
-        )
+def _torn(directory: Path, puts: np.ndarray) -> ValueError:
+    begun, done = puts.T
+    within = np.flatnonzero(begun != done).tolist()
+    stands = ", ".join(
+        f"shards {np.flatnonzero(done == put).tolist()} after put {put}" for put in np.unique(done).tolist()[-4:]
+    )
+    return ValueError(
+        f"the tables in {directory} are torn: {stands:.300}; shards {within[:20]} within a put. A process was "
+        "killed while it wrote (or is writing now: then wait). Attach with torn='accept' to overwrite all rows, as "
+        "a restore does, or create tables elsewhere."
+    )
 
 
 def _check_manifest(directory, wanted):
@@ -164,7 +151,7 @@ def _manifest(spec: EmbeddingSpec, layout: Layout) -> dict[str, Any]:
 
 def _sizes(directory, spec, layout) -> dict[Path, int]:
     """Return {file: bytes} of all mapped files."""
-    sizes = {directory / _STEPS: 16 * spec.shards}
+    sizes = {directory / _PUTS: 16 * spec.shards}
     for name, stack in spec.stacks.items():
         size = stack.rows_per_shard * sum(map(_row_bytes, layout[name].values()))
         sizes |= {_path(directory, name, shard): size for shard in range(stack.shards)}
@@ -181,7 +168,7 @@ def _map_all(directory, spec, layout, create):
         name: [_arrays(mapped[_path(directory, name, shard)], stack, layout[name]) for shard in range(stack.shards)]
         for name, stack in spec.stacks.items()
     }
-    return shards, np.frombuffer(mapped[directory / _STEPS], np.int64).reshape(spec.shards, 2)
+    return shards, np.frombuffer(mapped[directory / _PUTS], np.int64).reshape(spec.shards, 2)
 
 
 def _map(path, size, create):
@@ -209,7 +196,7 @@ _THREADS = 4  # threads that copy rows while training waits for a save
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HostTables:
+class HostTables(PutCounts):
     """Embedding tables and their optimizer slots in host memory: RAM, or one mapped file per stack and shard.
 
     Reads and writes release the GIL and take no lock. `put` is for a single writer in batch order; concurrent writers
@@ -225,20 +212,25 @@ class HostTables:
       layout: parts of a row, per stack.
       shards: {stack: one dict {'value': f32[V / S, E], slot: f32[V / S, K]} per shard}.
       directory: directory of the files, or None for tables in RAM.
-      steps: i64[S, 2], puts begun and puts done per shard.
+      puts: i64[S, 2], puts begun and puts done per shard.
+
+    >>> from jaxrec.embedding import Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
+    >>> HostTables.create(spec, sgd(0.1)).step
+    0
     """
 
     spec: EmbeddingSpec
     layout: Layout
     shards: dict[str, list[dict[str, np.ndarray]]]
     directory: Path | None = None
-    steps: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    puts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
     in_place: ClassVar[bool] = True
 
     def __post_init__(self):
-        if not len(self.steps):  # constructed from arrays, without steps
-            object.__setattr__(self, "steps", np.zeros((self.spec.shards, 2), np.int64))
+        if not len(self.puts):  # constructed from arrays, without counts
+            object.__setattr__(self, "puts", np.zeros((self.spec.shards, 2), np.int64))
 
     @classmethod
     def create(
@@ -258,18 +250,20 @@ class HostTables:
         """
         layout = spec.layout(row_optimizer)
         if directory is None:
-            shards, steps = allocate(spec, layout)
-            return cls(spec, layout, shards, None, steps)._filled()
+            shards = {
+                name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)]
+                for name, stack in spec.stacks.items()
+            }
+            return cls(spec, layout, shards)._filled()
         directory = local_path(directory)
-        with creating_files(directory, spec, layout) as (shards, steps):
-            tables = cls(spec, layout, shards, directory, steps)._filled()
+        with creating_files(directory, spec, layout) as (shards, puts):
+            tables = cls(spec, layout, shards, directory, puts)._filled()
             tables.flush()
         return tables
 
     def _filled(self):
-        for name, stack in self.spec.stacks.items():
-            for shard in range(stack.shards):
-                self.reset_shard(name, shard)
+        for (name, shard), parts in self.on_shards(lambda stack, shard, parts: parts).items():
+            fill_initial(self.spec, self.layout, name, shard, parts)
         return self
 
     @classmethod
@@ -292,36 +286,11 @@ class HostTables:
         if torn not in ("refuse", "accept"):
             raise ValueError(f"torn={torn!r} must be 'refuse' or 'accept'.")
         directory, layout = local_path(directory), spec.layout(row_optimizer)
-        shards, steps = map_files(directory, spec, layout, torn)
-        return cls(spec, layout, shards, directory, steps)
-
-    @property
-    def step(self) -> int | None:
-        """Number of puts applied to all shards, the training step if each step is one put; None if torn.
-
-        >>> from jaxrec.embedding import Lookup, Table, sgd
-        >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
-        >>> HostTables.create(spec, sgd(0.1)).step
-        0
-        """
-        return int(self.steps[0, 0]) if is_untorn(self.steps) else None
-
-    @contextlib.contextmanager
-    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["HostTables"]:
-        """Context in which the caller overwrites whole shards; they count as torn until it exits without an error.
-
-            with tables.overwriting(step=image.step):
-                ...  # all rows and slots
-
-        Args:
-          shards: numbers of the shards to overwrite; all if None.
-          step: step of the new rows; if None, the highest step of any shard, to restore lost shards beside the others.
-
-        Raises:
-          ValueError: no such shard, or a negative step; nothing was marked.
-        """
-        with torn_within(self.spec, self.steps, shards, step):
-            yield self
+        shards, puts = map_files(directory, spec, layout)
+        tables = cls(spec, layout, shards, directory, puts)
+        if torn == "refuse" and tables.step is None:
+            raise _torn(directory, puts)
+        return tables
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
         """Gather the planned rows and slots into fresh arrays; padding yields zeros."""
@@ -338,20 +307,16 @@ class HostTables:
         return Rows(out.pop("value"), out)
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
-        """Store updated rows of some shards, or of all, in place; return the same tables.
-
-        Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
-        """
+        """Store updated rows of some shards, or of all, in place; return the same tables."""
         work = [
             (name, *used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
         ]
         for shard in chosen_shards(self.spec, shards):
-            self.steps[shard, 0] += 1
+            self.puts[shard, 0] += 1
             for name, unique, count, values in work:
                 for part, table in self.shards[name][shard].items():
                     kernels.scatter(table, unique[shard], self.spec.shards, count[shard], values[part][shard])
-            self.steps[shard, 1] += 1
+            self.puts[shard, 1] += 1
         return self
 
     def add(
@@ -361,11 +326,7 @@ class HostTables:
         old: dict[str, Rows],
         shards: Sequence[int] | None = None,
     ) -> "HostTables":
-        """Add rows - old to the current rows, in place and without a lock; return the same tables.
-
-        Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
-        """
+        """Add rows - old to the current rows, in place and without a lock; return the same tables."""
         work = [
             (
                 name,
@@ -422,13 +383,8 @@ class HostTables:
             rows[: len(parts[part])] = parts[part]
         return self
 
-    def reset_shard(self, stack: str, shard: int) -> "HostTables":
-        """Reset all rows and slots of one shard to their initial values; return the same tables."""
-        check_shard(self.spec, shard)
-        fill_initial(self.spec, self.layout, stack, shard, self.shards[stack][shard])
-        return self
-
     def flush(self) -> None:
         """Flush mapped files to disk; a no-op for tables in RAM."""
         if self.directory is not None:
-            sync_files(self.directory, self.spec, self.layout)
+            for path in _sizes(self.directory, self.spec, self.layout):
+                sync(path)

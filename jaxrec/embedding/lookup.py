@@ -58,7 +58,10 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
     if capacity is None:
         need = host_plan(spec, jax.device_get(dict(ids)))
         capacity = {name: bucket(int(1.25 * p.count.max())) for name, p in need.items()}
-    plans = _plan_on_device(spec, ids, capacity) if on_device else host_plan(spec, ids, capacity)
+    if on_device:
+        plans = _plan_on_device(spec, dict(ids), tuple(capacity.items()))
+    else:
+        plans = host_plan(spec, ids, capacity)
     _refuse_invalid(plans)
     rows = {name: int(np.max(p.count)) for name, p in plans.items()}
     if all(rows[name] <= capacity[name] for name in rows):
@@ -82,12 +85,8 @@ def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
 
 
 @jax.jit(static_argnums=(0, 2))
-def _plan_on_device_jit(spec, ids, capacity):
-    return device_plan(spec, ids, dict(capacity))
-
-
 def _plan_on_device(spec, ids, capacity):
-    return _plan_on_device_jit(spec, dict(ids), tuple(capacity.items()))
+    return device_plan(spec, ids, dict(capacity))
 
 
 def _refuse_invalid(plans):
@@ -157,14 +156,7 @@ def _plan_stack(spec, stack, lookups, capacity):
 
 
 def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
-    """Return whether a plan maps every id to its own row, which a plan of another batch does not.
-
-    Args:
-      spec: tables and lookups.
-      stack: name of the stack.
-      plan: Plan of numpy arrays, with `inverse` of the shapes of the ids.
-      ids: {lookup: integers [B, ...]}.
-    """
+    """Return whether a plan of numpy arrays maps every id to its own row, which a plan of another batch does not."""
     unique = plan.unique.reshape(-1)
     return not any(
         kernels.misplaced(

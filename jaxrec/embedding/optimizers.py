@@ -61,13 +61,7 @@ def adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> Row
       initial_accumulator_value: initial value of a.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
-    _check(learning_rate)
-
-    def update(gradient, value, slots, step):
-        accumulator = slots["accumulator"] + gradient * gradient
-        return value - _adagrad_step(learning_rate, gradient, accumulator, eps, step), {"accumulator": accumulator}
-
-    return RowOptimizer(lambda width: {"accumulator": Slot(width, initial_accumulator_value)}, update)
+    return _adagrad(learning_rate, initial_accumulator_value, eps, lambda width: width, lambda squares: squares)
 
 
 def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8) -> RowOptimizer:
@@ -80,13 +74,24 @@ def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8
       initial_accumulator_value: initial value of a.
       eps: added to the root; 1e-8 as in FBGEMM.
     """
+    return _adagrad(learning_rate, initial_accumulator_value, eps, lambda width: 1, _mean)
+
+
+def _adagrad(learning_rate, initial_accumulator_value, eps, width_of, sum_of):
     _check(learning_rate)
 
     def update(gradient, value, slots, step):
-        accumulator = slots["accumulator"] + jnp.mean(gradient * gradient, axis=-1, keepdims=True)
-        return value - _adagrad_step(learning_rate, gradient, accumulator, eps, step), {"accumulator": accumulator}
+        accumulator = slots["accumulator"] + sum_of(gradient * gradient)
+        # Guard: with accumulator 0 and eps 0 an untouched row would become NaN.
+        root = jnp.sqrt(accumulator) + eps
+        move = jnp.where(root > 0, _rate(learning_rate, step) * gradient / root, 0.0)
+        return value - move, {"accumulator": accumulator}
 
-    return RowOptimizer(lambda width: {"accumulator": Slot(1, initial_accumulator_value)}, update)
+    return RowOptimizer(lambda width: {"accumulator": Slot(width_of(width), initial_accumulator_value)}, update)
+
+
+def _mean(squares):
+    return jnp.mean(squares, axis=-1, keepdims=True)
 
 
 def momentum_sgd(learning_rate: Rate, momentum: float = 0.9, nesterov: bool = False) -> RowOptimizer:
@@ -135,8 +140,7 @@ def rowwise_adam(learning_rate: Rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0
     Args:
       learning_rate, b1, b2, eps, weight_decay: as for `lazy_adam`.
     """
-    mean = lambda squares: jnp.mean(squares, axis=-1, keepdims=True)
-    return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: 1, mean)
+    return _adam(learning_rate, b1, b2, eps, weight_decay, lambda width: 1, _mean)
 
 
 def _adam(learning_rate, b1, b2, eps, weight_decay, second_width, second_of):
@@ -254,21 +258,14 @@ def _where_touched(gradient, new, old):
     }
 
 
-def _adagrad_step(learning_rate, gradient, accumulator, eps, step):
-    # Guard: with accumulator 0 and eps 0 an untouched row would become NaN.
-    root = jnp.sqrt(accumulator) + eps
-    return jnp.where(root > 0, _rate(learning_rate, step) * gradient / root, 0.0)
-
-
 def _rate(learning_rate, step):
     if not callable(learning_rate):
         return learning_rate
     rate = learning_rate(step)
-    if callable(rate) or rate is None or np.shape(rate) != ():
-        what = f"an array of shape {np.shape(rate)}" if np.shape(rate) else f"a {type(rate).__name__}"
+    if np.shape(rate) != ():
         raise ValueError(
-            f"the schedule {learning_rate!r:.80} gave {what} at a step, but it gives one number: "
-            "f(step i32[]) -> f32[], as optax.cosine_decay_schedule(0.1, steps) returns one."
+            f"the schedule {learning_rate!r:.80} gave an array of shape {np.shape(rate)} at a step, but a rate is one "
+            "number."
         )
     return rate
 

@@ -8,11 +8,10 @@ server that dies, times out, or has been replaced by another incarnation has los
 Legend: S shards, P servers, U padded unique rows per shard, C rows of a message per shard, E embedding width.
 """
 
-import contextlib
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.embedding.host import is_untorn, torn_within
+from jaxrec.embedding.host import PutCounts
 from jaxrec.embedding.servers import (
     ANY,
     WRITES,
@@ -106,7 +105,7 @@ def _said(error):
     return f"is gone: {error}" if isinstance(error, ServerGone) else str(error)
 
 
-class RemoteTables:
+class RemoteTables(PutCounts):
     """Embedding tables and their optimizer slots in the memory of shard servers.
 
     Thread-safe like `HostTables`: `put` takes one writer per shard at a time, in batch order; concurrent writers use
@@ -124,7 +123,7 @@ class RemoteTables:
       tries: how often a message is sent within `timeout_s` while unanswered, for transports that may lose messages.
 
     Attributes:
-      steps: i64[S, 2], puts begun and puts done per shard, as in `HostTables`.
+      puts: i64[S, 2], puts begun and puts done per shard, as in `HostTables`.
 
     Raises:
       ValueError: a server of another spec or row optimizer; shards held by no server or by two; a number out of range;
@@ -145,7 +144,7 @@ class RemoteTables:
     >>> tables.step, tables.lost
     (0, ())
     >>> tables.mark_lost([3], 'its machine was taken away')
-    >>> tables.reset_shard('width_4', 3)
+    >>> tables.probe(3)
     Traceback (most recent call last):
     jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: its machine was taken away
     """
@@ -160,7 +159,7 @@ class RemoteTables:
     ):  # fmt: skip
         real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
         self.spec, self.layout = spec, spec.layout(row_optimizer)
-        self.steps = np.zeros((spec.shards, 2), np.int64)
+        self.puts = np.zeros((spec.shards, 2), np.int64)
         self._timeout_s, self._tries, self._closed = timeout_s, whole_number("tries", tries), False
         self._client, self._token = client or uuid.uuid4().hex, uuid.uuid4().hex
         self._incarnation = whole_number("incarnation", incarnation)
@@ -171,36 +170,17 @@ class RemoteTables:
     @property
     def step(self) -> int | None:
         """Number of puts applied to all shards; None if shards differ or some are lost."""
-        return int(self.steps[0, 0]) if is_untorn(self.steps) and not self.lost else None
+        return None if self.lost else super().step
 
     @property
     def lost(self) -> tuple[int, ...]:
         """The shards whose servers are lost and have not been replaced."""
         return tuple(sorted(shard for link in self._links if link.lost for shard in link.shards))
 
-    @contextlib.contextmanager
-    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> Iterator["RemoteTables"]:
-        """Context in which the caller overwrites whole shards; they count as torn until it exits without an error.
-
-        Args:
-          shards: shards to be overwritten; all if None.
-          step: their step afterwards; that of the furthest shard if None.
-
-        Raises:
-          ValueError: an unknown shard or a negative step; nothing was marked.
-        """
-        with torn_within(self.spec, self.steps, shards, step):
-            yield self
-
     # ---- rows of a batch
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
-        """Gather the planned rows and slots into fresh arrays; padding reads zero.
-
-        Raises:
-          ValueError: the plans were made with another spec.
-          ShardsLost: some of the rows are lost.
-        """
+        """Gather the planned rows and slots into fresh arrays; padding reads zero."""
         used = {name: used_rows(self, name, plan) for name, plan in plans.items()}
         messages = self._messages(range(self.spec.shards), {name: (*both, {}) for name, both in used.items()})
         # Never reused, and never the buffers of the messages: jax may alias them (jax#37830).
@@ -219,7 +199,6 @@ class RemoteTables:
         """Store final rows of all shards or of some; return the same tables.
 
         Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
           ShardsLost: some shards are lost; all others are written.
         """
         chosen = chosen_shards(self.spec, shards)
@@ -227,13 +206,13 @@ class RemoteTables:
             name: (*used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
         }
         messages = self._messages(chosen, work)
-        self.steps[chosen, 0] += 1
+        self.puts[chosen, 0] += 1
         try:
             self._ask("put", messages)
         except ShardsLost as lost:  # the lost shards stay torn until they are overwritten
-            self.steps[[shard for shard in chosen if shard not in lost.shards], 1] += 1
+            self.puts[[shard for shard in chosen if shard not in lost.shards], 1] += 1
             raise
-        self.steps[chosen, 1] += 1
+        self.puts[chosen, 1] += 1
         return self
 
     def add(
@@ -242,7 +221,6 @@ class RemoteTables:
         """Add rows - old to the current rows; return the same tables.
 
         Raises:
-          ValueError: plans or rows do not fit these tables; nothing was written.
           ShardsLost: some shards are lost; all others are written.
         """
         work = {}
@@ -311,12 +289,6 @@ class RemoteTables:
         check_parts(self.spec, self.layout, stack, shard, parts)
         whole = {part: np.ascontiguousarray(rows) for part, rows in parts.items()}
         self._ask("with_shard", {self._of(shard): (stack, int(shard), whole)})
-        return self
-
-    def reset_shard(self, stack: str, shard: int) -> "RemoteTables":
-        """Give all rows of one shard their initial values and slots; return the same tables."""
-        check_shard(self.spec, shard)
-        self._ask("reset_shard", {self._of(shard): (stack, int(shard))})
         return self
 
     def change_shards(self, shards: Sequence[int], function: Callable[..., Any], *args) -> "RemoteTables":

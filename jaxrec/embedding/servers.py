@@ -9,10 +9,8 @@ is left to the implementations of `Server`.
 Legend: S shards, V rows of a stack, p shards of a message, C rows of each of them (padded), E embedding width.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -93,7 +91,7 @@ class Server(Protocol):
 
 READS = ("hello", "read", "take", "shard", "run")
 # These have one writer at a time per shard, in the order of their numbers; `add` and `track` come in any order.
-IN_ORDER = ("put", "with_shard", "reset_shard", "change")
+IN_ORDER = ("put", "with_shard", "change")
 WRITES = (*IN_ORDER, "add", "track")
 
 
@@ -159,8 +157,8 @@ class ShardServer:
 
         Args:
           verb: `hello`, the first message of every client; `read`, `take`, `shard` and `run`, which change no row and
-            may be repeated; `put`, `add`, `with_shard`, `reset_shard` and `change`, which write rows; `track`, which
-            changes `memory` alone.
+            may be repeated; `put`, `add`, `with_shard` and `change`, which write rows; `track`, which changes `memory`
+            alone.
           sender: client, incarnations and sequence number.
           args: arguments of the verb.
 
@@ -238,7 +236,7 @@ class ShardServer:
     # ---- the verbs
 
     def _verb(self, verb):
-        return getattr(self, verb if verb in ("take", "with_shard", "reset_shard") else "_" + verb)
+        return getattr(self, verb if verb in ("take", "with_shard") else "_" + verb)
 
     def _read(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> dict[str, dict[str, np.ndarray]]:
         """{stack: {part: f32[p, C, width]}}; padding reads zero."""
@@ -255,16 +253,13 @@ class ShardServer:
         return out
 
     def _put(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
-        def put(table, unique, count, values):
-            kernels.scatter(table, unique, self.spec.shards, count, values)
-
-        self._store(put, shards, pieces)
+        self._store(kernels.scatter, shards, pieces)
 
     def _add(self, shards: Sequence[int], pieces: Mapping[str, RowBlock]) -> None:
         """Add differences to the current rows."""
 
-        def add(table, unique, count, difference):
-            kernels.scatter_add(table, unique, self.spec.shards, count, difference, np.zeros_like(difference))
+        def add(table, unique, shards, count, change):
+            kernels.scatter_add(table, unique, shards, count, change, np.zeros_like(change))
 
         self._store(add, shards, pieces)
 
@@ -273,7 +268,7 @@ class ShardServer:
         for name, piece in checked.items():
             for place, shard in enumerate(shards):
                 for part, table in self.writable(name, shard).items():
-                    store(table, piece.unique[place], piece.count[place], piece.parts[part][place])
+                    store(table, piece.unique[place], self.spec.shards, piece.count[place], piece.parts[part][place])
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
         """{(stack, shard): {part: [n, width]}} for {(stack, shard): i32[n] rows of the stack}."""
@@ -336,17 +331,13 @@ class ShardServer:
         return self._parts[stack, shard]
 
     def reset_shard(self, stack: str, shard: int) -> "ShardServer":
-        """Give all rows of a shard their initial values, as `Tables.reset_shard`."""
+        """Give all rows of a shard their initial values."""
         check_shard(self.spec, shard)
         self._check_mine([shard])
         if (stack, shard) not in self._initial:  # a successor has just drawn them
             fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
             self._initial.add((stack, shard))
         return self
-
-    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
-        """As `Tables.overwriting`; nothing has to be marked, as these rows do not outlive their process."""
-        return contextlib.nullcontext(self)
 
     # ---- checks of what the kernels follow unchecked
 

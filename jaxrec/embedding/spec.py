@@ -191,9 +191,6 @@ class EmbeddingSpec:
         Args:
           row_optimizer: decides the slots.
 
-        Raises:
-          ValueError: as `check_row_optimizer`; a slot is named 'value'.
-
         >>> from jaxrec.embedding import rowwise_adagrad
         >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
         >>> spec.layout(rowwise_adagrad(0.1))['width_4']['accumulator']

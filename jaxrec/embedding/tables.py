@@ -18,7 +18,7 @@ from jaxrec.types import Array, Part, Plan, Rows
 _GOLDEN = 0x9E3779B9
 
 
-def _mix(h):
+def mix(h):
     """Hash u32 by xor-shift-multiply rounds ("lowbias32", Wellons 2018)."""
     h = h ^ (h >> 16)
     h = h * np.uint32(0x7FEB352D)
@@ -45,10 +45,10 @@ def initial_rows(row, width, scale, seed, xp=np):
     >>> initial_rows(np.array([0, 1]), 2, 1.0, seed=0).shape
     (2, 2)
     """
-    key = _mix(xp.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], dtype=np.uint32))
-    row_key = _mix(row.astype(np.uint32) ^ key)  # [n]
+    key = mix(xp.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], dtype=np.uint32))
+    row_key = mix(row.astype(np.uint32) ^ key)  # [n]
     column = xp.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
-    h = _mix(row_key[:, None] + column[None, :])
+    h = mix(row_key[:, None] + column[None, :])
     unit = (h >> 8).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact, in [-1, 1)
     return unit * xp.asarray(scale, dtype=np.float32).reshape(-1, 1)
 
@@ -123,9 +123,6 @@ class Tables(Protocol):
           ValueError: no such shard, or parts of wrong shapes; nothing has changed.
         """
 
-    def reset_shard(self, stack: str, shard: int) -> Self:
-        """Reset all rows and slots of one shard to their initial values; return the tables."""
-
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
         """Context in which the caller replaces whole shards; tables that outlive the process are marked torn in it."""
 
@@ -193,17 +190,7 @@ def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
 
 
 def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the initial values and slots of rows of a stack.
-
-    Args:
-      spec: tables, shards and seed.
-      layout: parts of a row, per stack.
-      stack: name of the stack.
-      row: i32[n] row numbers within the stack.
-
-    Returns:
-      {part: [n, width]}, the same for all implementations of `Tables`.
-    """
+    """Return the initial values and slots of rows i32[n] of a stack, {part: [n, width]}, for all kinds of `Tables`."""
     width, scale = spec.stacks[stack].width, spec.row_scale(stack, row)
     value = initial_rows(row, width, scale, spec.seed)
     slots = {name: part for name, part in layout[stack].items() if part.fill is not None}
@@ -239,9 +226,6 @@ def embedding_matrix(tables: Tables, table: str, ids: Any = None) -> np.ndarray:
 
     Returns:
       f32[rows, E] for all rows, f32[..., E] for ids.
-
-    Raises:
-      ValueError: no such table; ids that are not integers or are out of range; stale tables of a pipeline's state.
 
     >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'user': Table(9, 4), 'item': Table(5, 4)}, {'pair': Lookup(('user', 'item'))})
@@ -280,15 +264,7 @@ def range_of(spec: EmbeddingSpec, table: str) -> tuple[str, int, int]:
 
 
 def write_shard(matrix: np.ndarray, rows: Array, first: int, shard: int, shards: int) -> None:
-    """Copy a table's rows on one shard of its stack into the table's matrix.
-
-    Args:
-      matrix: [rows, width] of the table, changed in place.
-      rows: [V / S, width] of the whole shard, on the host or on a device.
-      first: the table's first row in the stack.
-      shard: shard number.
-      shards: number of shards S.
-    """
+    """Copy rows [V / S, width] of one shard into the matrix [rows, width] of a table whose first row is `first`."""
     begin = (shard - first) % shards  # the table's first row on this shard
     wanted = matrix[begin::shards]
     place = (first + begin) // shards

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxrec.models.lr import check_inputs
 from jaxrec.models.tower import Tower
 
 
@@ -38,10 +39,7 @@ class DCNv2(nn.Module):
 
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
-        if dense.ndim != 2 or activations.ndim != 3 or len(dense) != len(activations):
-            raise ValueError(
-                f"DCNv2 wants dense [B, N] and activations [B, F, E], got {dense.shape} and {activations.shape}."
-            )
+        check_inputs(self, dense, activations)
         dense = Tower(self.bottom, name="bottom_tower")(dense).T if self.bottom else dense
         x0 = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
         crossed = x0

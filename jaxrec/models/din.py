@@ -40,16 +40,8 @@ class DIN(nn.Module):
         self, dense: jax.Array, activations: jax.Array, candidate: jax.Array, history: jax.Array, present: jax.Array
     ) -> jax.Array:
         check_inputs(self, dense, activations)
-        if (
-            history.ndim != 3
-            or candidate.shape != (len(dense), history.shape[2])
-            or present.shape != history.shape[:2]
-            or len(history) != len(dense)
-        ):
-            raise ValueError(
-                f"DIN wants a candidate [B, E], a history [B, T, E] and present [B, T], got {candidate.shape}, "
-                f"{history.shape} and {present.shape} for {len(dense)} examples."
-            )
+        if present.shape != history.shape[:2]:
+            raise ValueError(f"DIN wants a history [B, T, E] and present [B, T], got {history.shape}, {present.shape}.")
         query = jnp.broadcast_to(candidate[:, None], history.shape)
         pair = jnp.concatenate([history, query, history - query, history * query], axis=-1)
         unit = Tower(self.attention, name="unit")(pair.reshape(-1, pair.shape[-1])).T

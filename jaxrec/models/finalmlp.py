@@ -35,10 +35,6 @@ class FinalMLP(nn.Module):
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         check_inputs(self, dense, activations)
-        if len(self.towers) != 2 or any(sizes[-1] % self.heads for sizes in self.towers):
-            raise ValueError(
-                f"FinalMLP wants two towers whose last sizes are divisible by heads={self.heads}, got {self.towers}."
-            )
         x = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
         first, second = (self._stream(x, number, sizes) for number, sizes in enumerate(self.towers))
         heads = lambda out: out.reshape(len(out), self.heads, -1)

@@ -32,11 +32,7 @@ class LR(nn.Module):
 
 
 def check_inputs(model: nn.Module, dense: jax.Array, activations: jax.Array, least_width: int = 1) -> None:
-    """Check that dense features and activations have the shapes that all click models take.
-
-    Raises:
-      ValueError: incompatible shapes, or rows narrower than `least_width`.
-    """
+    """Check that dense features and activations have the shapes that all click models take."""
     name = type(model).__name__
     if dense.ndim != 2 or activations.ndim != 3 or len(dense) != len(activations):
         raise ValueError(

@@ -26,8 +26,6 @@ class Side(nn.Module):
 
     @nn.compact
     def __call__(self, activations: jax.Array, dense: jax.Array | None = None) -> jax.Array:
-        if activations.ndim != 3:
-            raise ValueError(f"a tower wants activations [B, F, E], got {activations.shape}.")
         x = activations.reshape(len(activations), -1)
         x = x if dense is None else jnp.concatenate([x, dense], axis=1)
         hidden = Tower(self.tower[:-1])(x).T if len(self.tower) > 1 else x
@@ -59,15 +57,10 @@ def in_batch_softmax(
     Returns:
       f32[B].
 
-    Raises:
-      ValueError: incompatible shapes, or a temperature that is not above 0.
-
     >>> same = jnp.eye(3)
     >>> [round(float(loss), 4) for loss in in_batch_softmax(same, same, temperature=1.0)]  # log(e + 2) - 1
     [0.5514, 0.5514, 0.5514]
     """
-    if query.ndim != 2 or query.shape != item.shape:
-        raise ValueError(f"queries {query.shape} and items {item.shape}: both are [B, D], an item for each query.")
     for name, given in (("weight", weight), ("log_share", log_share), ("item_id", item_id)):
         if given is not None and given.shape != query.shape[:1]:
             raise ValueError(f"{name} has shape {given.shape}, wanted {query.shape[:1]}: one for each example.")

@@ -370,7 +370,7 @@ class Stages:
         if not self.options.skip_rewritten or ring is None:
             return
         there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
-        step = int(self.tables.steps[:, 1].max())  # this write is not a new step
+        step = int(self.tables.puts[:, 1].max())  # this write is not a new step
         with self.tables.overwriting(there, step), marking_lost_shards(scheduler):
             self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.void_before), there)
 

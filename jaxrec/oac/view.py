@@ -59,11 +59,11 @@ class TableProgress:
     def mark_current(self) -> None:
         """Mark the tables as matching the dense state."""
         self.current_at: int | None = self.step  # None if another run has begun over the tables since
-        self.puts = self.tables.steps[:, 1].copy()
+        self.puts = self.tables.puts[:, 1].copy()
 
     def untouched(self) -> bool:
         """Return whether nothing was put since `mark_current`, except by a change within `exclusive`."""
-        return self.scheduler.paused or np.array_equal(self.tables.steps[:, 1], self.puts)
+        return self.scheduler.paused or np.array_equal(self.tables.puts[:, 1], self.puts)
 
     def begin_run(self) -> None:
         """Begin a run, and mark the tables as changed for all other pipelines over them."""
@@ -95,7 +95,7 @@ class TableProgress:
             return [None] * len(self.puts)
         return [
             self.current_at + int(done - before) if begun == done else None
-            for (begun, done), before in zip(self.tables.steps, self.puts, strict=True)
+            for (begun, done), before in zip(self.tables.puts, self.puts, strict=True)
         ]
 
 
@@ -107,7 +107,7 @@ _lock = threading.Lock()
 def _same_rows(one, other):
     """Return whether two tables hold the same rows: views share the counters, attached tables the directory."""
     files = [one.directory, other.directory]
-    return one.steps is other.steps or (None not in files and len({*map(os.path.realpath, files)}) == 1)
+    return one.puts is other.puts or (None not in files and len({*map(os.path.realpath, files)}) == 1)
 
 
 class GuardedTables:

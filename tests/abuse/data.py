@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from abuse import situation
-from jaxrec.data.criteo import open_split, prepare
+from jaxrec.data.criteo import open_encoder, open_split, prepare
 from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
@@ -105,7 +105,7 @@ def _(directory):
         assert not (directory / "out").exists()
 
 
-@situation("a file for the directory", ValueError, "is a file: give a directory")
+@situation("a file for the directory", NotADirectoryError, "Not a directory: .*out")
 def _(directory):
     prepare([raw(directory)], raw(directory, "x", "out"), **SMALL)
 
@@ -150,18 +150,26 @@ def _(directory):
     resumed(directory, lambda out: (out / "progress.json").write_text("{}"))
 
 
-@situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is cut or damaged .*delete this file and run")
+@situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is missing, cut or damaged .*delete this file and run")
 def _(directory):
     resumed(directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY)
 
 
-@situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is cut or damaged")
+@situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is missing, cut or damaged")
 def _(directory):
     def damage(out):
         with open(out / "vocabulary.npz", "wb") as file:
             np.save(file, np.zeros(3))
 
     resumed(directory, damage, **VOCABULARY)
+
+
+@situation("vocabulary.npz of another preparation", ValueError, "vocabulary.npz is the vocabulary of another prep")
+def _(directory):
+    out = prepared(directory, **VOCABULARY)
+    prepare([directory / "train.txt"], directory / "other", **{**SMALL, "hash_cap": None, "min_count": 3})
+    (directory / "other" / "vocabulary.npz").replace(out / "vocabulary.npz")
+    open_encoder(out)
 
 
 @situation("vocabulary.npz is gone: it is counted again")

@@ -13,6 +13,7 @@ from world import no_threads_left, pair_batch, pair_loss
 
 import jaxrec
 from abuse import refused, situation
+from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
 from jaxrec.oac import BrokenPipeline, Pipeline
@@ -157,9 +158,7 @@ def _(directory):
 
 def reset(tables, shards=(0,)):
     """Reset shards to their initial rows, in place."""
-    for shard in shards:
-        tables.reset_shard("width_4", shard)
-    return tables
+    return restore_shards(None, tables, shards)[0]
 
 
 @situation("drain, exclusive and close outside of a run")

@@ -78,7 +78,7 @@ def _(directory):
     try:
         over(way, client="run")
     finally:
-        first.reset_shard("width_4", 1)  # the first client still works
+        first.probe(1)  # the first client still works
 
 
 @situation("a client that comes back with an incarnation of before", Superseded, "incarnation 2 has taken its place")
@@ -88,7 +88,7 @@ def _(directory):
     try:
         over(way, client="run", incarnation=1)
     finally:
-        newer.reset_shard("width_4", 1)
+        newer.probe(1)
 
 
 @situation("a write without a number", ValueError, "number=0 must be a whole number from 1: each write has one")

@@ -117,14 +117,14 @@ def test_a_file_of_movielens_that_is_not_given_is_named(tmp_path):
 USER = Categorical("user")
 WRONG = {
     "no category": (lambda: Schema(label="y", features=[Dense("x")]), "no table would be"),
-    "a column twice": (lambda: Schema(label="y", features=[USER, USER]), "'user' is two features"),
+    "a column twice": (lambda: Schema(label="y", features=[USER, USER]), "'user' is given twice"),
     "the label as a feature": (lambda: Schema(label="user", features=[USER]), "'user' is given twice"),
     "no label": (lambda: Schema(label=[], features=[USER]), "must be the name of a column"),
-    "the weight is a label": (lambda: Schema(label="y", features=[USER], weight="y"), "is no label"),
+    "the weight is a label": (lambda: Schema(label="y", features=[USER], weight="y"), "'y' is given twice"),
     "a table that is not there": (
         lambda: Schema(label="y", features=[USER, Sequence("s", share="item")]), "'item', which is no Categorical",
     ),
-    "long separator": (lambda: Schema(label="y", features=[USER], separator="::"), "several with quote=False"),
+    "long separator": (lambda: Schema(label="y", features=[USER], separator="::"), "with quote=False several"),
     "no separator": (lambda: Schema(label="y", features=[USER], separator=""), "separator='' must be"),
     "a bag of a taken name": (lambda: Schema(label="y", features=[MultiHot("dense")]), "rename the column"),
     "a text for texts": (lambda: Schema(label="y", features=[USER], missing="NA"), "must be a list of texts"),

@@ -8,35 +8,24 @@ from collections.abc import Callable, Iterable
 import numba
 import numpy as np
 
+from jaxrec.embedding.tables import mix
+
 MISSING, OUT_OF_VOCABULARY = 0, 1
 PENDING_ROWS = 1 << 20  # counted at once, which bounds the memory of counting
 
 
 def hash_ids(category, present, cap: int) -> np.ndarray:
-    """Hash each field into its own table of `cap` rows: 0 if missing, else 1 + mix(value, field) % (cap - 1).
+    """Hash category u32[n, F] into a table of `cap` rows per field: i32[n, F], 0 where present bool[n, F] is False.
 
-    Args:
-      category: u32[n, F].
-      present: bool[n, F].
-      cap: rows of each table, at least 2.
-
-    Returns:
-      i32[n, F].
+    Other ids are 1 + mix(value, field) % (cap - 1).
     """
     field = np.arange(1, category.shape[1] + 1, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    h = category ^ field[None, :]
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # "lowbias32", Wellons 2018
-        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
-    h ^= h >> np.uint32(16)
+    h = mix(category ^ field[None, :])
     return np.where(present, 1 + h % np.uint32(cap - 1), MISSING).astype(np.int32)
 
 
 def count_values(chunks: Iterable[tuple[np.ndarray, np.ndarray]], fields: int):
-    """Count the values of each field.
-
-    Args:
-      chunks: (category u32[n, F], present bool[n, F]).
-      fields: F.
+    """Count the values of each field in chunks of (category u32[n, F], present bool[n, F]).
 
     Returns:
       (values u32[v] ascending, counts i64[v]) of each field, in 12 bytes of memory per distinct value.
@@ -82,15 +71,7 @@ def _merge_sorted(a, count_a, b, count_b, values, counts):
 
 
 def vocabulary(counts, min_count: int) -> list[np.ndarray]:
-    """Select the values that get their own row, most frequent first: value i of a field has id 2 + i.
-
-    Args:
-      counts: from `count_values`.
-      min_count: rarer values share the out-of-vocabulary row.
-
-    Returns:
-      u32[v] of each field.
-    """
+    """Select the values u32[v] of each field that get their own row, most frequent first: value i has id 2 + i."""
     kept = []
     for values, count in counts:
         often = count >= min_count

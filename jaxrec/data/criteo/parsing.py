@@ -32,12 +32,7 @@ class Columns(NamedTuple):
 
 
 def parse(chunk: Chunk, labelled: bool = True) -> Columns:
-    """Validate and convert a chunk.
-
-    Args:
-      chunk: whole lines.
-      labelled: whether lines begin with their label; otherwise labels are 0.
-    """
+    """Validate and convert a chunk; without labels in its lines they are 0."""
     text = chunk.text if labelled else _with_label(chunk.text)
     parsed = _parse_good(text, chunk.rows)
     rows = np.arange(chunk.first_row, chunk.first_row + chunk.rows)

@@ -5,11 +5,12 @@ The split of a line depends on its number alone.
 Legend: n rows of a chunk, F = 26 fields.
 """
 
+import hashlib
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,16 +101,16 @@ def prepare(
 def _write(job: Job) -> list[int]:
     """Write the missing shards; return the number of rows of each table."""
     side, first_test = _splitter(job)
-    encoder, cardinalities = _encoder(job, side)
+    encoder = _encoder(job, side)
 
     def encoded(from_row):
         for chunk, good in tables(job, "writes", parse, from_row):
-            ids = encoder(good.category, good.present)
+            ids = encoder.encode(good.category, good.present)
             yield Encoded(chunk, good.row, side(good.row), {"label": good.label, "dense": good.dense, "ids": ids})
 
     write_shards(job, encoded, {"train": 0, "test": first_test})
     check_splits(job, {"train", "test"}, _CHANGE)
-    return cardinalities
+    return list(encoder.cardinalities)
 
 
 def _splitter(job: Job) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
@@ -124,33 +125,49 @@ def _splitter(job: Job) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
     return lambda rows: np.where(rows < first_test, _TRAINS, _TESTS), first_test
 
 
-def _encoder(job: Job, side):
-    """Return (category, present) -> ids and the rows of each field's table, counting the training lines first, once."""
-    if job.options["hash_cap"] is not None:
-        cap = job.options["hash_cap"]
-        return lambda category, present: encode.hash_ids(category, present, cap), [cap] * FIELDS
-    path = job.directory / VOCABULARY
-    if not path.exists():
+class Encoder(NamedTuple):
+    """The mapping of a preparation from categories to ids.
+
+    Attributes:
+      encode: (category u32[n, F], present bool[n, F]) -> ids i32[n, F].
+      cardinalities: number of rows of each field's table.
+      digest: equal for two preparations if and only if they map all categories alike.
+    """
+
+    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    cardinalities: tuple[int, ...]
+    digest: str
+
+
+def _encoder(job: Job, side) -> Encoder:
+    """Return the encoder of a preparation, counting the training lines first, once, if it needs a vocabulary."""
+    path, cap = job.directory / VOCABULARY, job.options["hash_cap"]
+    if cap is None and not path.exists():
         good = (rows for _, rows in tables(job, "looks", parse))
         chunks = ((rows.category[t], rows.present[t]) for rows in good for t in [side(rows.row) == _TRAINS])
         kept = encode.vocabulary(encode.count_values(chunks, FIELDS), job.options["min_count"])
         with atomic_write(path) as partial, open(partial, "wb") as file:
             np.savez(file, allow_pickle=False, **{f"C{i + 1}": values for i, values in enumerate(kept)})
-    kept = load_vocabulary(path, COUNT_AGAIN)
-    cardinalities = [2 + len(values) for values in kept]
-    check_table_rows(sum(cardinalities), "give a larger min_count, or hash_cap")
-    return encode.vocabulary_encoder(kept), cardinalities
+    encoder = load_encoder(path, cap, COUNT_AGAIN)
+    check_table_rows(sum(encoder.cardinalities), "give a larger min_count, or hash_cap")
+    return encoder
 
 
-def load_vocabulary(path: Path, remedy: str) -> list[np.ndarray]:
-    """Load the kept values of each field, u32[v]; zip verifies their checksums.
-
-    Raises:
-      ValueError: the file is truncated or damaged; ends with the remedy.
-    """
+def load_encoder(path: Path, cap: int | None, remedy: str) -> Encoder:
+    """Return the encoder that hashes into `cap` rows per field, or that of the vocabulary in a file."""
+    if cap is not None:
+        digest = hashlib.sha256(f"hash {cap}".encode()).hexdigest()[:16]
+        return Encoder(lambda category, present: encode.hash_ids(category, present, cap), (cap,) * FIELDS, digest)
     try:
-        # Opened here, since numpy leaks its own handle if the file is damaged.
+        # Opened here, since numpy leaks its own handle if the file is damaged; zip verifies the checksum of each part.
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
-            return [saved[f"C{i + 1}"] for i in range(FIELDS)]
-    except (ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is cut or damaged ({error}): {remedy}") from error
+            kept = [saved[f"C{i + 1}"] for i in range(FIELDS)]
+    except (
+        FileNotFoundError, ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
+    ) as error:  # fmt: skip
+        raise ValueError(f"{path} is missing, cut or damaged ({error}): {remedy}") from error
+    summed = hashlib.sha256()
+    for values in kept:
+        summed.update(len(values).to_bytes(8, "little") + values.tobytes())
+    cardinalities = tuple(2 + len(values) for values in kept)
+    return Encoder(encode.vocabulary_encoder(kept), cardinalities, summed.hexdigest()[:16])

@@ -3,33 +3,17 @@
 Legend: n rows of a block, N = 13 dense features, F = 26 fields.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxrec.data.blocks import read_metadata
-from jaxrec.data.criteo import encode, parsing
-from jaxrec.data.criteo.preparation import load_vocabulary
+from jaxrec.data.criteo import parsing
+from jaxrec.data.criteo.preparation import Encoder, load_encoder
 from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import local_files, read_chunks
 from jaxrec.files import local_path
-
-
-class Encoder(NamedTuple):
-    """The mapping of a preparation from categories to ids.
-
-    Attributes:
-      encode: (category u32[n, F], present bool[n, F]) -> ids i32[n, F].
-      cardinalities: number of rows of each field's table.
-      digest: equal for two preparations if and only if they map all categories alike.
-    """
-
-    encode: Callable[[np.ndarray, np.ndarray], np.ndarray]
-    cardinalities: tuple[int, ...]
-    digest: str
 
 
 def open_encoder(directory: str | Path) -> Encoder:
@@ -43,20 +27,11 @@ def open_encoder(directory: str | Path) -> Encoder:
     """
     directory = local_path(directory)
     metadata = read_metadata(directory)
-    cardinalities, cap = tuple(metadata["cardinalities"]), metadata["options"].get("hash_cap")
-    if cap is not None:
-        digest = hashlib.sha256(f"hash {cap}".encode()).hexdigest()[:16]
-        return Encoder(lambda category, present: encode.hash_ids(category, present, cap), cardinalities, digest)
     path, remedy = directory / VOCABULARY, f"restore it, or delete {directory} and run the preparation again."
-    if not path.exists():
-        raise ValueError(f"{path} is missing, and it says which category has which id: {remedy}")
-    kept = load_vocabulary(path, remedy)
-    if tuple(2 + len(values) for values in kept) != cardinalities:
+    encoder = load_encoder(path, metadata["options"].get("hash_cap"), remedy)
+    if encoder.cardinalities != tuple(metadata["cardinalities"]):
         raise ValueError(f"{path} is the vocabulary of another preparation, as its sizes are others: {remedy}")
-    summed = hashlib.sha256()
-    for values in kept:
-        summed.update(len(values).to_bytes(8, "little") + values.tobytes())
-    return Encoder(encode.vocabulary_encoder(kept), cardinalities, summed.hexdigest()[:16])
+    return encoder
 
 
 def has_labels(paths: Sequence[str | Path]) -> bool:
@@ -64,9 +39,6 @@ def has_labels(paths: Sequence[str | Path]) -> bool:
 
     Args:
       paths: raw files, plain or .gz.
-
-    Raises:
-      ValueError: only some of the files have labels, or there are no files.
     """
     firsts = {path: next(read_chunks([path])).text.partition(b"\n")[0] for path in local_files(paths)}
     found = {path: parsing.has_labels(line) for path, line in firsts.items()}
@@ -86,9 +58,6 @@ def read_rows(paths: Sequence[str | Path], encoder: Encoder, labelled: bool = Tr
 
     Yields:
       {'label': u8[n], 'dense': f32[n, N], 'ids': i32[n, F]} in line order, without 'label' if not labelled.
-
-    Raises:
-      ValueError: a malformed line or file (with file, line, rule), or no file.
     """
     for chunk in read_chunks(local_files(paths)):
         columns = parsing.parse(chunk, labelled)

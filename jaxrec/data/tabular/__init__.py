@@ -5,11 +5,10 @@ Call `prepare` once for each set of files and schema, and `open_table` in every 
 
 from jaxrec.data.blocks import Split
 from jaxrec.data.preparation import Progress
-from jaxrec.data.tabular.preparation import prepare
+from jaxrec.data.tabular.preparation import open_table, prepare
 from jaxrec.data.tabular.records import export_records
 from jaxrec.data.tabular.schema import Categorical, Dense, Label, MultiHot, Schema, Sequence
 from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime
-from jaxrec.data.tabular.table import open_table
 
 __all__ = [
     "AtRandom",

@@ -26,15 +26,9 @@ Ids = Callable[[Any], np.ndarray]  # polars series of strings without nulls -> i
 
 
 def hashed_ids(values: Any, name: str, cap: int) -> np.ndarray:
-    """Hash strings into a table of `cap` rows: 1 + h(name, text) % (cap - 1); row 0 is for missing values.
+    """Hash a series of strings without nulls into a table of `cap` rows, i32[n]: 1 + h(name, text) % (cap - 1).
 
-    Args:
-      values: polars series of strings without nulls.
-      name: name of the table, hashed too: tables map the same string to different rows.
-      cap: rows of the table, at least 2.
-
-    Returns:
-      i32[n].
+    The name of the table is hashed too: tables map the same string to different rows. Row 0 is for missing values.
     """
     texts = "".join(values.to_list()).encode()
     ends = values.str.len_bytes().to_numpy().astype(np.int64).cumsum()
@@ -105,12 +99,7 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
 
 
 def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray, Any]:
-    """Concatenate the categories of a bag, at most `bag.hots` of each row.
-
-    Args:
-      bag: the feature.
-      series: n strings with separators, or n lists of strings.
-      missing: strings that stand for a missing value.
+    """Concatenate the categories of a bag, at most `bag.hots` of each of n strings with separators, or lists.
 
     Returns:
       The number of categories of each row, i64[n], and all categories as a series without nulls.
@@ -162,13 +151,7 @@ def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> 
 def arrays(
     schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
 ) -> dict[str, np.ndarray]:
-    """Encode rows as a block holds them.
-
-    Args:
-      schema: schema of the table.
-      frame: from `read_table`.
-      ids_of: from `encoders`.
-      moments: {dense column: [mean, deviation] of the training rows}.
+    """Encode rows from `read_table` as a block holds them.
 
     Returns:
       label f32[n] or f32[n, K] and weight f32[n] if the schema has them, dense f32[n, N], 'ids.sparse' i32[n, F] if F >

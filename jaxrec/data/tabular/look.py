@@ -43,13 +43,7 @@ class Look(NamedTuple):
 
 
 class Looking:
-    """Accumulator of a `Look`, fed piece by piece.
-
-    Args:
-      schema: schema of the table.
-      times: start times of the periods of label_over_time, if rows are split by time; otherwise row order is time
-        order.
-    """
+    """Accumulator of a `Look`; `times` begin the periods of label_over_time if a split is by time, not by rows."""
 
     def __init__(self, schema: Schema, times: Sequence[float] = ()):
         self._schema, self._times = schema, np.array(times)
@@ -176,13 +170,7 @@ def save(path: Path, look: Look, found: dict[str, Any]) -> None:
 
 
 def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
-    """Load what `save` wrote.
-
-    Raises:
-      ValueError: the file is missing, truncated or damaged; ends with the remedy.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} is missing, and it says which category has which row: {remedy}")
+    """Load what `save` wrote."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             parts = {name: saved[name] for name in saved.files}
@@ -195,7 +183,7 @@ def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
             counts[name] = parts[f"{number}.counts"]
         return Look(vocabularies, counts, words["summary"]), words["found"]
     except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path} is cut or damaged ({error}): {remedy}") from error
+        raise ValueError(f"{path} is missing, cut or damaged ({error}): {remedy}") from error
 
 
 def digest(schema: Schema, look: Look) -> str:

@@ -20,15 +20,7 @@ _LAST = 50  # movies written per history; a schema may take fewer
 
 
 def gather(sources: Sequence[Path], directory: Path) -> list[Path]:
-    """Join ratings with users, movies and histories into one Parquet file, once, in time order.
-
-    Args:
-      sources: ratings.dat, users.dat and movies.dat.
-      directory: directory of the preparation.
-
-    Raises:
-      ValueError: a file is missing or has a line that is not of MovieLens; a rating names an unknown user or movie.
-    """
+    """Join ratings.dat, users.dat, movies.dat and histories into one Parquet file, once, in time order."""
     import polars as pl
 
     path = directory / "ratings.parquet"
@@ -70,14 +62,7 @@ def _read(pl, path: Path, columns: Sequence[str]) -> Any:
 
 
 def histories(user: Any, time: Any, movie: Any) -> Any:
-    """List the movies that the user rated before each rating, newest last, without those of the same second.
-
-    Args:
-      user, time, movie: series of n ratings in time order.
-
-    Returns:
-      A series of n lists.
-    """
+    """List what a user rated before each of n ratings in time order: newest last, without those of the same second."""
     import polars as pl
 
     rows = pl.DataFrame({"user": user, "time": time, "movie": movie}).with_row_index("row")

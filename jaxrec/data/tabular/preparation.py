@@ -9,12 +9,12 @@ Legend: n rows of a piece.
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.data.blocks import SPLITS, Layout
+from jaxrec.data.blocks import SPLITS, Layout, Split, open_split
 from jaxrec.data.preparation import (
     COUNT_AGAIN,
     VOCABULARY,
@@ -82,14 +82,12 @@ def prepare(
     )  # fmt: skip
 
 
-def _check_names(schema: Schema, paths: Sequence[Path]) -> None:
-    """Raise ValueError for a file that a split by files does not name."""
-    split = schema.split
-    if not isinstance(split, ByFile):
-        return
-    for path in paths:
-        if path.name not in split.train + split.validation + split.test:
-            raise ValueError(f"{path} is none of the files of the split: {split}. Rename it, or say what it is for.")
+def open_table(directory: str | Path, name: str) -> Split:
+    """Open a split of a prepared table, as `open_split`; raises ValueError if it was prepared without a schema too."""
+    split = open_split(directory, name)
+    if "table" not in split.metadata:
+        raise ValueError(f"{directory} holds Criteo rows, prepared without a schema: open it with --data criteo.")
+    return split
 
 
 def _layout(schema: Schema) -> dict[str, Any]:
@@ -102,12 +100,17 @@ def _layout(schema: Schema) -> dict[str, Any]:
     if schema.single:
         columns["ids.sparse"] = [[len(schema.single)], "int32"]
     columns |= {f"ids.{bag.column}": [[bag.hots], "int32"] for bag in schema.bags}
-    return Layout("table", columns, "A table of one's own.", "That of the files it was made from.")._asdict()
+    return Layout("table", columns)._asdict()
 
 
 def _write(job: Job, schema: Schema) -> list[int]:
     """Write the missing shards; return the number of rows of each table."""
-    _check_names(schema, job.paths)
+    if isinstance(split := schema.split, ByFile):
+        for path in job.paths:
+            if path.name not in split.train + split.validation + split.test:
+                raise ValueError(
+                    f"{path} is none of the files of the split: {split}. Rename it, or say what it is for."
+                )
     look, found = _look(job, schema)
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     rows = table_rows(schema, look.vocabularies)
@@ -115,11 +118,10 @@ def _write(job: Job, schema: Schema) -> list[int]:
 
     def read(piece):
         table = read_table(piece, schema)
-        return _Ready(table.bad_rows, table.why, Encoded(
-            piece, table.row, _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments)
-        ))  # fmt: skip
+        side, columns = _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments)
+        return Encoded(piece, table.row, side, columns, table.bad_rows, table.why)
 
-    encoded = lambda from_row: (ready.encoded for _, ready in tables(job, "writes", read, from_row))
+    encoded = lambda from_row: (each for _, each in tables(job, "writes", read, from_row))
     write_shards(job, encoded, _first_rows(schema, found))
     check_splits(job, _wanted_splits(schema), "the split of the schema")
     job.state["table"] = {
@@ -130,14 +132,6 @@ def _write(job: Job, schema: Schema) -> list[int]:
         "label_over_time": look.summary["label_over_time"],
     }  # fmt: skip
     return list(rows.values())
-
-
-class _Ready(NamedTuple):
-    """A piece, read and encoded in the read-ahead thread."""
-
-    bad_rows: list[int]
-    why: str
-    encoded: Encoded
 
 
 def _sides(schema: Schema, found: dict[str, Any], piece: Piece, table: Table) -> np.ndarray:

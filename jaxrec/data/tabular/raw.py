@@ -10,10 +10,10 @@ from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders
+from jaxrec.data.tabular.preparation import open_table
 from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Schema
 from jaxrec.data.tabular.splits import ByRows
-from jaxrec.data.tabular.table import open_table
 from jaxrec.files import local_path
 
 
@@ -23,10 +23,6 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
     Args:
       sources: text, plain or compressed by gzip, or Parquet.
       schema: schema of the prepared table.
-
-    Raises:
-      ValueError: some files have the labels and others do not, or a file lacks some of them; a file cannot be read, as
-        in `prepare`.
     """
     import polars as pl
 
@@ -54,9 +50,6 @@ def read_rows(
 
     Yields:
       Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
-
-    Raises:
-      ValueError: the table was prepared with another schema; a row is malformed (with file, line, rule).
     """
     directory = local_path(directory)
     digest = open_table(directory, "train").metadata["table"]["digest"]

@@ -51,17 +51,7 @@ class Table(NamedTuple):
 
 
 def read_pieces(paths: Sequence[Path], schema: Schema, known: Sequence[Sequence[Seen]] = ()) -> Iterator[Piece]:
-    """Stream files in bounded memory.
-
-    Args:
-      paths: the files, each text or Parquet.
-      schema: schema of all files.
-      known: earlier readings of each file.
-
-    Raises:
-      ValueError: a file has no rows, lacks a column, or differs from an earlier reading; a .gz or Parquet file is
-        damaged.
-    """
+    """Stream files, each text or Parquet, in bounded memory; `known` are earlier readings of each."""
     first_row = 0
     for number, path in enumerate(paths):
         read = _parquet if is_parquet(path) else _text

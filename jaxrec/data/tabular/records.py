@@ -39,11 +39,6 @@ def export_records(
 
     Returns:
       The files.
-
-    Raises:
-      ValueError: the data set is unknown to tfds, not prepared, not in array_record, or lacks a split or feature; a
-        feature has an unsupported type; the directory holds other records.
-      ImportError: the extra `data` is not installed.
     """
     builder = _builder(name, data_directory)
     wanted = list(splits) or list(builder.info.splits)

@@ -167,9 +167,6 @@ class Schema:
       gather: (sources, directory) -> sources: first joins several files into one table, in the directory of the
         preparation.
 
-    Raises:
-      ValueError: a contradiction, or a number out of range.
-
     >>> Schema(label="click", features=[Categorical("user"), Dense("age", buckets=(18, 30))]).single
     ('user', 'age')
     """
@@ -248,34 +245,25 @@ def _listed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_schema(schema: Schema) -> None:
-    names = [f.column for f in schema.features]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    given = [one.column for one in (*schema.label, *schema.features)] + ([schema.weight] if schema.weight else [])
+    twice = sorted({name for name in given if given.count(name) > 1})
     if twice:
-        raise ValueError(f"the column {twice[0]!r} is two features: give it once.")
-    if len(schema.single) + len(schema.bags) == 0:
+        raise ValueError(f"the column {twice[0]!r} is given twice, as feature, label or weight: a label tells itself.")
+    if not schema.single and not schema.bags:
         raise ValueError("features has no Categorical, MultiHot, Sequence or Dense with buckets: no table would be.")
-    labels = [label.column for label in schema.label]
-    both = sorted({*names} & {*labels, schema.weight} | {name for name in labels if labels.count(name) > 1})
-    if both:
-        raise ValueError(f"the column {both[0]!r} is given twice, as feature, label or weight: a label tells itself.")
-    if schema.weight in labels:
-        raise ValueError(f"weight={schema.weight!r} must be the name of a column that is no label, or None.")
-    _check_separator(schema)
+    text = schema.separator
+    fits = text.isascii() and not set(text) & set('\n\r"') and len(set(text)) in (1, len(text))
+    if not text or not fits or (schema.quote and len(text) > 1):
+        raise ValueError(
+            f"separator={text!r} must be one ASCII character, or with quote=False several, all alike or all different; "
+            "and no quote or end of line."
+        )
     for bag in schema.bags:
         of = next((f for f in schema.features if f.column == bag.share), None)
         if bag.share is not None and not isinstance(of, Categorical):
             raise ValueError(f"{bag.column!r} shares the table of {bag.share!r}, which is no Categorical here.")
         if {"sparse", "label", "dense", "weight"} & {bag.column}:
             raise ValueError(f"the bag {bag.column!r} has the name of something else in a batch: rename the column.")
-
-
-def _check_separator(schema: Schema) -> None:
-    if not schema.separator or set(schema.separator) & set('\n\r"'):
-        raise ValueError(f"separator={schema.separator!r} must be text without quotes and ends of lines, such as ','.")
-    if not schema.separator.isascii() or (schema.quote and len(schema.separator) > 1):
-        raise ValueError(f"separator={schema.separator!r} must be one ASCII character, or several with quote=False.")
-    if 1 < len(set(schema.separator)) < len(schema.separator):
-        raise ValueError(f"separator={schema.separator!r}: its characters must be all alike or all different.")
 
 
 def _check_vocabulary(feature) -> None:

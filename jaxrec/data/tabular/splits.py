@@ -95,7 +95,6 @@ def sides(split: Split, found: dict[str, Any], row: np.ndarray, column: np.ndarr
     """Return the split of each row, u8[n]: 0 train, 1 validation, 2 test, 3 unknown.
 
     Args:
-      split: the split.
       found: {'rows': number of rows} for `ByRows`, {'times': result of `bounds`} for `ByTime`; otherwise unused.
       row: i64[n] row numbers.
       column: times f64[n], values of the column, or file names, according to the split; None for the others.
@@ -123,18 +122,9 @@ def _side(where, first, second):
 
 
 def bounds(split: ByTime, times: np.ndarray, counts: np.ndarray) -> list[float]:
-    """Return the times at which validation and test begin.
+    """Return the two times at which validation and test begin, given distinct times f64[v] and their rows i64[v].
 
-    Args:
-      split: the split.
-      times: f64[v] distinct times, ascending.
-      counts: i64[v] rows of each time.
-
-    Returns:
-      Two times, the second not below the first; the shares before them are the nearest to those of the split.
-
-    Raises:
-      ValueError: too few distinct times.
+    The shares of rows before them are the nearest to those of the split.
 
     >>> bounds(ByTime("t", 0.5), np.array([1.0, 2.0, 3.0]), np.array([10, 10, 20]))
     [3.0, 3.0]
