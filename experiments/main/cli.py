@@ -5,7 +5,7 @@ import importlib.util
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,15 +39,16 @@ __all__ = [
     "rule_of_ray",
     "say",
     "stacked_bars",
+    "unread",
 ]
 
 _LEAST = {
     "seed": 0, "seeds": 1, "steps": 1, "evaluations": 1, "save_every_steps": 0, "batch_size": 1, "examples": 1,
     "rows": 1, "shards": 1, "embedding_width": 1, "width": 1, "rank": 1, "learning_rate": 0, "row_learning_rate": 0,
     "trainers": 1, "workers": 1, "window": 1, "epochs": 1, "negatives": 1, "minutes": 0, "soak_minutes": 0,
-    "servers": 1, "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
-    "min_count": 1, "hash_cap": 2, "max_bad_rows": 0, "patience": 1, "mtbf_steps": 1, "fail_shape": 0.01,
-    "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0, "spares": 0, "hots_scale": 0,
+    "servers": 1, "rounds": 0, "failures": 0, "kills": 1, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1,
+    "every_steps": 1, "min_count": 1, "hash_cap": 2, "max_bad_rows": 0, "patience": 1, "mtbf_steps": 1,
+    "fail_shape": 0.01, "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0, "spares": 0, "hots_scale": 0,
 }  # fmt: skip
 
 
@@ -108,6 +109,25 @@ def refuse(broken: Mapping[str, object]) -> None:
     for sentence, is_broken in broken.items():
         if is_broken:
             raise ValueError(sentence)
+
+
+def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
+    """Return {problem and remedy: whether it applies}, for `refuse`, for flags that are given but read by nothing.
+
+    Args:
+      config: flags.
+      read_by: {reader: (whether the run has it, flags that it reads)}.
+    """
+    broken = {}
+    for reader, (there, names) in read_by.items():
+        for name in names:
+            value = getattr(config, name)
+            words = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
+            flag = f"--{name.replace('_', '-')} {words}".rstrip()
+            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
+                not there and value != type(config).__dataclass_fields__[name].default
+            )
+    return broken
 
 
 def rule_of_ray() -> dict[str, object]:

@@ -32,7 +32,7 @@ from jaxrec.embedding import (
 )
 from jaxrec.files import local_path
 from jaxrec.types import Batch, RowOptimizer
-from main.cli import Flags, rule_of_ray, say
+from main.cli import Flags, rule_of_ray, say, unread
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
 # AUC of DLRM with seed 0 and no other flags.
@@ -366,25 +366,6 @@ def rules_of(config) -> dict[str, object]:
     """
     given_failures(config)
     return unread(config, readers(config)) | _rules_of_data(config) | _rules_of_techniques(config)
-
-
-def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
-    """As `rules_of`, for flags that are given but read by nothing.
-
-    Args:
-      config: flags.
-      read_by: {reader: (whether the run has it, flags that it reads)}.
-    """
-    broken = {}
-    for reader, (there, names) in read_by.items():
-        for name in names:
-            value = getattr(config, name)
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
-            flag = f"--{name.replace('_', '-')} {words}".rstrip()
-            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
-                not there and value != type(config).__dataclass_fields__[name].default
-            )
-    return broken
 
 
 def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
