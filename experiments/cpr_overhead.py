@@ -36,13 +36,11 @@ Criteo and 45 to 60 on 5M examples, on one core.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from cpr_scalability import SETTINGS, modelled
-from main.cli import Run, bars, command_line, grid, paired_interval, stacked_bars
-from main.report import figures, scaled
+from main.cli import Run, command_line, grid, paired_interval
 from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
 from studies.failure_replay import replay_in_useful_time
 from tqdm import tqdm
@@ -80,11 +78,10 @@ def recoveries_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[s
     return {"full": ("full", full), "partial_naive": ("partial", full), "cpr": (plan.mode, plan.save_every_hours)}
 
 
-def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """Overhead results of one setting, and the bars of its plot."""
-    costs, results = SETTINGS[name], {}
+def overheads_of(config: Config, name: str, horizons: int) -> dict[str, Any]:
+    """Overhead results of one setting."""
+    costs, results = SETTINGS[name], dict[str, Any]()
     # Many jobs back to back: a single one of 56 hours has only two failures.
-    bars_of: dict[str, dict[str, float]] = {}
     long = costs._replace(total_hours=100 * costs.total_hours)
     draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
     drawn = [draw(number) for number in range(horizons)]
@@ -92,24 +89,20 @@ def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, An
         law = modelled(costs, mode, every)
         replays = [replay_in_useful_time(long, mode, every, hours).overhead for hours in drawn]
         key = f"setting_{name}_{way}"
-        parts = {part: 100 * value for part, value in law._asdict().items()}
         results[f"{key}_percent_modelled"] = 100 * law.total
         results[f"{key}_percent_emulated"] = 100 * float(np.mean([overhead.total for overhead in replays]))
-        results |= {f"{key}_{part}_percent_modelled": percent for part, percent in parts.items()}
-        bars_of[f"{name.upper()}: {way.replace('_', ' ')}"] = parts
-    return results, bars_of
+        results |= {f"{key}_{part}_percent_modelled": 100 * value for part, value in law._asdict().items()}
+    return results
 
 
-def overheads(config: Config, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """Overhead results and bars of all settings; the schemes share the overhead of CPR."""
+def overheads(config: Config, horizons: int) -> dict[str, Any]:
+    """Overhead results of all settings; the schemes share the overhead of CPR."""
     results: dict[str, Any] = {"overhead_is": "modelled (equations) and emulated (events), never measured"}
-    bars_of: dict[str, dict[str, float]] = {}
     for name in SETTINGS:
-        found, more = overheads_of(config, name, horizons)
-        results, bars_of = results | found, bars_of | more
+        results |= overheads_of(config, name, horizons)
     of = lambda way: results[f"setting_{config.setting}_{way}_percent_emulated"]
     results["full_overhead_percent"] = of("full")
-    return results | {f"cpr_{scheme}_overhead_percent": of("cpr") for scheme in SCHEMES}, bars_of
+    return results | {f"cpr_{scheme}_overhead_percent": of("cpr") for scheme in SCHEMES}
 
 
 def accuracies(rows: list[dict]) -> dict[str, Any]:
@@ -156,41 +149,11 @@ def table(config: Config, results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", grid(results, "overhead", rows, columns), "", base, schemes])
 
 
-def finding_overhead(results: Mapping[str, Any], setting: str) -> str:
-    """Title of the overhead plot."""
-    percent = lambda way: results[f"setting_{setting}_{way}_percent_modelled"]
-    return (
-        f"Setting {setting.upper()}, modelled: CPR costs {percent('cpr'):.2f} % of the useful time, "
-        f"full recovery {percent('full'):.2f} %"
-    )
-
-
-def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
-    """Title of the accuracy plot: schemes whose loss is settled below the margin, above it, or not settled."""
-    said = {"below it": True, "above it": False, "not settled": None}
-    of = {
-        words: [scheme for scheme in SCHEMES if results.get(f"non_inferior_{scheme}") is found]
-        for words, found in said.items()
-    }
-    each = "; ".join(f"{words} {', '.join(schemes)}" for words, schemes in of.items() if schemes)
-    return f"AUC lost to {failures} failures, beside a margin of {MARGIN} ({results['seeds']} seeds): {each}"
-
-
-def draw(run: Run, config: Config, results: dict[str, Any], bars_of: dict[str, dict[str, float]]) -> None:
-    """Plot the parts of the overhead, and the accuracy lost by each scheme."""
-    title = finding_overhead(results, config.setting)
-    stacked_bars(run.directory / "overhead.png", bars_of, "modelled overhead, % of useful time", title)
-    label = "test AUC lost, 1e-5"
-    lost = {scheme: scaled(figures(results)[f"cpr_{scheme}_test_auc_loss"], 1e5) for scheme in SCHEMES}
-    title = finding_accuracy(results, config.failures)
-    bars(run.directory / "accuracy.png", {label: {"": lost}}, title, {label: {"margin": 1e5 * MARGIN}})
-
-
 def main(config: Config) -> dict:
     """Compute overheads, train the missing arms, and return the contents of results.json."""
     size = SIZES[config.preset]
     run = Run("cpr_overhead", config, config.workdir, config.resume)
-    results, bars_of = overheads(config, size.horizons)
+    results = overheads(config, size.horizons)
     job = CprJob(config, make_data(config, config.examples or size.examples))
     costs = SETTINGS[config.setting]
     hours = min(schedule.partial_interval(costs, config.target_pls), costs.total_hours)
@@ -202,7 +165,6 @@ def main(config: Config) -> dict:
             failures = failures_in_steps(placed, job.steps)
             run.log(job.run(scheme, seed, hours / costs.total_hours * job.steps, failures))
     results |= accuracies(run.metrics())
-    draw(run, config, results, bars_of)
     run.close(results, table(config, results))
     return results
 

@@ -27,15 +27,13 @@ misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the expone
 """
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid, plot
-from scipy.special import gammaincc
+from main.cli import Flags, Run, command_line, grid
 from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
 from studies.failure_nodes import independent_mtbf, linear_mtbf, mtbf_by_cause, of_nodes, share_of_worst_nodes
 from studies.failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
@@ -207,75 +205,6 @@ def replays(failures: Failures, costs: schedule.Costs, config: Config, draws: in
     return rows
 
 
-def _range(values: Iterable[float], digits: int) -> str:
-    found = list(values)
-    least, most = f"{min(found):.{digits}f}", f"{max(found):.{digits}f}"
-    return least if least == most else f"{least} to {most}"
-
-
-def finding_scaling(results: Mapping[str, Any]) -> str:
-    """Title of the plot of the equations."""
-    at = lambda line: results[f"linear_mtbf_64_nodes_{line}_percent_modelled"]
-    return (
-        f"Modelled, MTBF = c / nodes: with 64 nodes full recovery costs {at('full'):.1f} % of the useful time, "
-        f"CPR {at('partial'):.1f} %, and {at('partial_shard_load'):.2f} % where it loads the lost shard alone"
-    )
-
-
-def finding_replays(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """Title of the plot of the replays."""
-    last = {mode: [results[f"{name}_all_nodes_{mode}_percent_emulated"] for name in traces] for mode in MODES}
-    ends = [f"{mode} recovery costs {_range(each, 1)} % of the useful time" for mode, each in last.items()]
-    return f"Replayed on all nodes, with failures {results['failures_are']}: {', '.join(ends)}"
-
-
-def finding_failures(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """Title of the plot of the gaps between failures; a gamma shape below 1 means bursts."""
-    of = lambda key: [results[f"{name}_{key}"] for name in traces]
-    shapes = of("gamma_shape")
-    bursts = "Failures come in bursts" if max(shapes) < 1 else "Failures do not come in bursts everywhere"
-    misses = {law: _range(of(f"{law}_survival_rmse_percent"), 1) for law in ("gamma", "exponential")}
-    return (
-        f"{bursts}: gamma laws of shape {_range(shapes, 2)} miss the gaps by {misses['gamma']} %, "
-        f"exponential laws by {misses['exponential']} %"
-    )
-
-
-def draw(
-    run: Run, results: Mapping[str, Any], lines: dict, rows: dict[str, list[dict]], traces: dict[str, Failures]
-) -> None:
-    """Three plots: the equations over nodes, replays over nodes, and failures over time."""
-    panels: dict[str, dict[str, tuple]] = {}
-    for law, of_law in lines.items():
-        named = {line.replace("_", " "): (COUNTS, values) for line, values in of_law.items()}
-        panels[f"overhead, %, {law} MTBF"] = named
-    plot(run.directory / "scaling.png", panels, "nodes", finding_scaling(results), log_x=True)
-    panels = {}
-    for name, found in rows.items():
-        nodes = [row["nodes"] for row in found]
-        of = lambda mode, kind, found=found: [row[f"{mode}_percent_{kind}"] for row in found]
-        kinds = itertools.product(MODES, ("emulated", "modelled"))
-        panels[f"overhead, %, {name}"] = {f"{mode} {kind}": (nodes, of(mode, kind)) for mode, kind in kinds}
-    plot(run.directory / "replays.png", panels, "nodes", finding_replays(results, rows), log_x=True)
-    draw_failures_of(run, traces, finding_failures(results, traces))
-
-
-def draw_failures_of(run: Run, traces: dict[str, Failures], title: str) -> None:
-    """Plot the survival function of the gaps with two fitted distributions, and the hazard over age."""
-    panels: dict[str, dict[str, tuple]] = {}
-    for name, failures in traces.items():
-        gaps = np.sort(np.diff(interruptions(failures)[0]))
-        shown = slice(int((gaps < 0.01).sum()), int(0.99 * len(gaps)))
-        xs, longer = gaps[shown], 1 - np.arange(len(gaps))[shown] / len(gaps)
-        panel = panels[f"share of longer gaps, {name}"] = {"seen": (xs, longer)}
-        for law, fit in (("exponential", fit_exponential(gaps)), ("gamma", fit_gamma(gaps))):
-            panel[law] = (xs, gammaincc(fit.shape, xs / fit.scale_hours))
-    middle = np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
-    rate = lambda failures: hazard_by_age(np.diff(interruptions(failures)[0]), AGES)[0]
-    panels["failures per hour"] = {name: (middle, rate(failures)) for name, failures in traces.items()}
-    plot(run.directory / "failures.png", panels, "hours since the last failure", title, log_x=True)
-
-
 def table(results: dict[str, Any], traces: Iterable[str]) -> str:
     """Format equations against emulation, growth with the number of nodes, and the traces."""
     recovery = {f"{name.upper()}: {mode}": f"setting_{name}_{mode}" for name in SETTINGS for mode in MODES}
@@ -320,7 +249,6 @@ def main(config: Config) -> dict:
         causes = [key for key in seen if key.startswith("mtbf")][:3]
         results |= {f"{name}_{key}": value for key, value in (kept | {key: seen[key] for key in causes}).items()}
         results |= {f"{name}_all_nodes_{key}": value for key, value in rows[name][-1].items()}
-    draw(run, results, lines, rows, traces)
     run.close(results, table(results, traces))
     return results
 

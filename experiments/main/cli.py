@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
-from main.plots import bars, plot, stacked_bars
+from main.plots import bars, plot
 from main.report import Figure, grid, listing
 from main.run_dir import Run
 from main.signals import Stopped, leave, say
@@ -38,7 +38,6 @@ __all__ = [
     "refuse_small",
     "rule_of_ray",
     "say",
-    "stacked_bars",
     "unread",
 ]
 
