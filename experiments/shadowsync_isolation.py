@@ -17,7 +17,7 @@ import dataclasses
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, command_line, command_of, grid
+from main.cli import Flags, Run, command_line, grid
 from studies.reference import Job, ratio
 from studies.shadow_work import RULES, TimedTrainer, trainer_turn
 from tqdm import tqdm
@@ -85,11 +85,9 @@ def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 def main(config: Config) -> dict:
     """Run all arms in interleaved rounds and return the contents of results.json."""
     run = Run("shadowsync_isolation", config, config.workdir)
-    command = command_of("shadowsync_isolation", config)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    first = {"command": command, "regime": "free-running", "rule": config.rule}
-    results = first | rates_over_none(run_in_turns(config, run))
+    results = {"regime": "free-running", "rule": config.rule} | rates_over_none(run_in_turns(config, run))
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
     run.close(results, grid(results, "way", synchronisers_of(config), columns))

@@ -45,7 +45,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, command_of, grid, paired_interval, refuse, rule_of_ray
+from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
 from main.click_data import click_job, make_model
 from main.pools import SharedStream
 from studies.pools import click_stream, trained_pool
@@ -394,7 +394,7 @@ def main(config: Config) -> dict:
         same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
         for key in tqdm(todo, unit="arm", disable=None):
             run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
-    results = {"command": command_of("shadowsync_quality", config)} | results_of_arms(run.metrics())
+    results = results_of_arms(run.metrics())
     run.close(results, table(results))
     return results
 

@@ -46,7 +46,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from main.cli import Flags, Run, command_line, command_of, grid, listing, refuse, rule_of_ray
+from main.cli import Flags, Run, command_line, grid, listing, refuse, rule_of_ray
 from studies.pool_work import measured_processes
 from studies.reference import Job, ratio, reference_work
 from studies.shadow_protocol import WAYS, Point, emulate, simulate
@@ -204,10 +204,10 @@ def main(config: Config) -> dict:
         refuse(rule_of_ray())
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
-    preset, command = PRESETS[config.preset], command_of("shadowsync_scaling", config)
+    preset = PRESETS[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    results: dict[str, Any] = {"command": command, "regime": "free-running"}
+    results: dict[str, Any] = {"regime": "free-running"}
     if config.where == "processes":
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
         results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)

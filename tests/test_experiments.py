@@ -1,13 +1,10 @@
 """The experiments run from the command line, and their flags stay stable."""
 
-import dataclasses
 import fcntl
-import importlib
 import itertools
 import json
 import os
 import pty
-import shlex
 import shutil
 import signal
 import subprocess
@@ -23,10 +20,8 @@ import pytest
 import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_soak
-import tyro
 from hypothesis import given
 from hypothesis import strategies as st
-from main import cli
 from main.pools import SharedStream
 from smoke import logged, results, run, smoke
 from studies.oac_turns import PipelineWay, compare, equal
@@ -391,22 +386,6 @@ def test_the_emulated_twin_of_an_arm_takes_its_measured_gap():
     rows = [row | {"seed": 6, "average_sync_gap": 9.0}, row, row | {"arm": "none", "average_sync_gap": None}]
     run_arm = lambda arm: shadowsync_quality.run_arm(Job(), "a cluster", rows, (arm, 4, 1, 7))
     assert run_arm("emulated_s_ma") == ("s_ma", 4, 1, 7, 3) and run_arm("emulated_none") == ("none", 4, 1, 7, 1)
-
-
-@pytest.mark.parametrize("name", ["quality", "isolation", "scaling", "soak", "classifier"])
-def test_the_command_in_the_results_gives_the_flags_again(name):
-    module = importlib.import_module(f"shadowsync_{name}")
-    changed = {"seed": 3, "preset": "paper", "workdir": Path("somewhere")}
-    for field, value in {
-        "trainers": (20, 5), "arms": ("none", "s_ma-lerp"), "workers": 24, "warmup_steps": 200, "last_rounds": False,
-        "path": Path("a b"), "data": "criteo", "rule": "bmuf", "pace_seconds": 0.0, "saturation": 20.0, "minutes": 2.5,
-    }.items():  # fmt: skip
-        if field in module.Config.__dataclass_fields__ and not (field == "trainers" and name != "quality"):
-            changed[field] = value
-    given = module.Config(**changed)
-    words = shlex.split(cli.command_of(f"shadowsync_{name}", given))
-    assert words[:2] == ["python", f"experiments/shadowsync_{name}.py"]
-    assert tyro.cli(module.Config, args=words[2:]) == dataclasses.replace(given, workdir=None)
 
 
 def test_shadowsync_quality_plays_every_rule_in_both_forms():

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import math
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ __all__ = [
     "Run",
     "bars",
     "command_line",
-    "command_of",
     "grid",
     "listing",
     "paired_interval",
@@ -75,28 +73,6 @@ def command_line(main: Callable[[Any], dict], config: type, description: str | N
         sys.exit(f"error: {error}")
     except Stopped as stopped:
         leave(stopped, requeue=getattr(flags, "requeue", False))
-
-
-def command_of(name: str, config: Flags) -> str:
-    """Return the command line that reproduces these flags, without those at their defaults.
-
-    Args:
-      name: name of the experiment.
-      config: parsed flags; `workdir` and `resume` are left out.
-
-    >>> command_of("train", Flags(preset="smoke", workdir=Path("runs/a"), seed=3))
-    'python experiments/train.py --preset smoke --seed 3'
-    """
-    words = ["python", f"experiments/{name}.py"]
-    for field in dataclasses.fields(config):
-        value, flag = getattr(config, field.name), field.name.replace("_", "-")
-        if field.name in ("workdir", "resume") or value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return shlex.join(words)
 
 
 def refuse(broken: Mapping[str, object]) -> None:
