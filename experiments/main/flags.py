@@ -18,6 +18,7 @@ from typing import Any, Literal
 import optax
 
 from jaxrec import metrics
+from jaxrec.cpr.schedule import SETTING_A, partial_interval
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import (
     adagrad,
@@ -31,6 +32,7 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.files import local_path
+from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging
 from jaxrec.types import Batch, RowOptimizer
 from main.cli import Flags, rule_of_ray, say, unread
 from main.click_data import Data, criteo_clicks, synthetic_clicks
@@ -242,7 +244,7 @@ def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
 
 
-FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("delta", "lerp"), "bmuf": ("delta", "lerp")}
+RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 TRAINERS = SERVERS = 2  # defaults
 
 
@@ -331,6 +333,12 @@ class TechniqueFlags(Flags):
         return self.shadowsync != "none" and not self.free
 
 
+def rule_of(config: TechniqueFlags) -> Rule:
+    """Return the synchronisation rule that the flags ask for."""
+    given = {"form": config.sync_form, "alpha": config.sync_alpha}
+    return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
+
+
 def given_failures(config) -> dict[int, list[int]]:
     """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn.
 
@@ -362,9 +370,14 @@ def rules_of(config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for the flags of data and techniques.
 
     Raises:
-      ValueError: a word of --fail is malformed.
+      ValueError: a value that the library refuses, which would otherwise do so once the run has begun.
     """
     given_failures(config)
+    partial_interval(SETTING_A, config.target_pls)
+    if config.rows is not None:
+        scaled_cardinalities(config.rows)
+    if config.shadowsync != "none":
+        rule_of(config)
     return unread(config, readers(config)) | _rules_of_data(config) | _rules_of_techniques(config)
 
 
@@ -394,7 +407,7 @@ def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
 
 
 def _rules_of_data(config):
-    paths, share, trains = ", ".join(map(str, config.path)), config.validation_fraction, config.train_fraction
+    paths, share = ", ".join(map(str, config.path)), config.validation_fraction
     directories = [path for path in config.path if path.is_dir()]
     return {
         "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": (
@@ -404,33 +417,17 @@ def _rules_of_data(config):
             config.data == "tabular" and len(directories) != 1
         ),
         f"--path {paths}: a prepared directory stands alone, without other files.": directories and config.path[1:],
-        f"--rows {config.rows} must be at least 78, three for each of the 26 fields.": (
-            config.rows is not None and config.rows < 78
-        ),
         f"--validation-fraction {share} must be a share from 0 to below 1, such as 0.1.": not 0 <= share < 1,
-        f"--train-fraction {trains} must be a share between 0 and 1, such as 0.8.": (
-            trains is not None and not 0 < trains < 1
-        ),
-        f"--min-count {config.min_count} (a vocabulary) and --hash-cap {config.hash_cap} (hashing) exclude each other: "
-        "give one.": config.min_count is not None and config.hash_cap is not None,
     }
 
 
 def _rules_of_techniques(config):
-    forms = FORMS.get(config.shadowsync, ())
-    remote, alpha = config.tables == "remote", config.sync_alpha
+    remote = config.tables == "remote"
     return {
         f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
         " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
-        f"--sync-form {config.sync_form} is none of --shadowsync {config.shadowsync}: give {' or '.join(forms)}.": (
-            config.sync_form is not None and config.sync_form not in forms
-        ),
-        f"--sync-alpha {alpha} must be above 0 and at most 1.": alpha is not None and not 0 < alpha <= 1,
         "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
             config.sync_pace_seconds is not None and config.sync_every_steps is not None
-        ),
-        f"--target-pls {config.target_pls:g} must be a portion of the samples, above 0 and at most 1.": (
-            not 0 < config.target_pls <= 1
         ),
         # Last: a run that is refused anyway does not need Ray.
         **(rule_of_ray() if remote else {}),

@@ -27,10 +27,10 @@ from jaxrec.sharding import make_mesh, mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
-from main.flags import training_stream, with_absolute_paths
+from main.flags import rule_of, training_stream, with_absolute_paths
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
-from main.techniques import SERVER_TIMEOUT_S, cluster_of, rule_of, sync_options
+from main.techniques import SERVER_TIMEOUT_S, cluster_of, sync_options
 
 SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
 

@@ -21,17 +21,16 @@ from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Tables
 from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
 from jaxrec.sharding import make_mesh
 from jaxrec.types import PyTree, RowOptimizer, ShardsLost, TrainState
 from jaxrec.xla import enough_threads
 from main.cli import say
 from main.click_data import ClickJob
-from main.flags import TechniqueFlags, given_failures
+from main.flags import TechniqueFlags, given_failures, rule_of
 from main.run_dir import Run, cores, go_on_with
 
-RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
 WINDOW = 8  # default
 SYNC_SHARE = 1 / 80  # default share of this machine's cores for all synchronising threads
@@ -407,12 +406,6 @@ def _check_split(config, devices):
                 f"--{name.replace('_', '-')} {number} cannot be split over {devices} devices: give a multiple of "
                 f"{devices}" + (", or other --trainers." if config.in_lock_step else ".")
             )
-
-
-def rule_of(config: TechniqueFlags) -> Rule:
-    """Return the synchronisation rule that the flags ask for."""
-    given = {"form": config.sync_form, "alpha": config.sync_alpha}
-    return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
 
 
 def sync_options(config: TechniqueFlags) -> dict[str, Any]:
