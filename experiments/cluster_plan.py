@@ -216,11 +216,7 @@ def planned(job: Job, costs: Costs) -> dict[str, float]:
 
 
 def check(config: Config) -> None:
-    """Refuse flags that no plan can be made from.
-
-    Raises:
-      ValueError: names the first flag that is out of range.
-    """
+    """Refuse flags that no plan can be made from."""
     zero_too = {name for name in Costs._fields if name.endswith(("_ms", "start_s"))} | {"compute_ms"}
     for name in dict.fromkeys((*Job._fields, *Costs._fields)):
         value, flag = getattr(config, name), name.replace("_", "-")

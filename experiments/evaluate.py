@@ -87,11 +87,7 @@ class Examples(NamedTuple):
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
-    """Return the rows that the flags select.
-
-    Raises:
-      ValueError: the rows are not available, or their ids do not belong to the run.
-    """
+    """Return the rows that the flags select."""
     if run.config["data"] == "synthetic":
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
     if run.config["data"] == "tabular":
@@ -114,11 +110,7 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
 
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
-    """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it.
-
-    Raises:
-      ValueError: no such table or split; another schema than the run's; malformed rows.
-    """
+    """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
     if config.path and not config.path[0].is_dir():
         directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
         table_of_run(run, directory)
@@ -184,12 +176,7 @@ class Predictions(NamedTuple):
 def predict(
     state: TrainState, job: ClickJob, examples: Examples, asked: Asked, fields: Sequence[str] = ()
 ) -> Predictions:
-    """Predict all rows and keep some of their fields; raises `Stopped` on a signal.
-
-    Raises:
-      FloatingPointError: a prediction is not finite.
-      ValueError: there are no rows; or as raised by the source of the rows.
-    """
+    """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
     step, total = job.eval_step(), metrics.empty_evaluation()
     logits, labels, kept = [], [], []
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:

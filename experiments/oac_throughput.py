@@ -249,11 +249,7 @@ def cluster_apart(server_cores: int) -> Iterator[Cluster]:
 
 
 def check(config: Config) -> None:
-    """Refuse inconsistent flags.
-
-    Raises:
-      ValueError: names the first rule that is broken.
-    """
+    """Refuse inconsistent flags."""
     remote = config.link == "remote"
     refuse({
         f"{flag} {value} is of --link remote: add that, or leave it out.": value is not None and not remote

@@ -72,11 +72,7 @@ LAST_LINES = 60
 
 
 def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
-    """Run a part in this process and write its file.
-
-    Raises:
-      ValueError: the part needs an accelerator, and jax sees none.
-    """
+    """Run a part in this process and write its file."""
     from main.run_dir import read_environment
 
     part, task = PARTS[name], Task(seconds, smoke)

@@ -134,11 +134,7 @@ def size_of(config: Config) -> Size:
 
 
 def script_of(arm: str, config: Config) -> Script | str | None:
-    """How the replicas of an arm are synchronised.
-
-    Raises:
-      ValueError: unknown arm.
-    """
+    """How the replicas of an arm are synchronised."""
     if arm in ("none", "all_reduce"):
         return ALL_REDUCE if arm == "all_reduce" else None
     kind, _, rest = arm.partition("_")
@@ -332,11 +328,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def check(config: Config, size: Size) -> None:
-    """Refuse unknown arms and inconsistent flags.
-
-    Raises:
-      ValueError: names the first rule that is broken.
-    """
+    """Refuse unknown arms and inconsistent flags."""
     for arm in size.arms:
         script_of(arm, config)
     processes = config.where == "processes"

@@ -42,9 +42,6 @@ class Config(Flags):
 def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
     """Return {name of an arm: its flags} for all combinations, in the given order.
 
-    Raises:
-      ValueError: an item is not a flag with values; a flag or a value is given twice.
-
     >>> arms_of(["model=lr,fm", "shuffle=,no"])["model=fm shuffle=no"]
     ['--model', 'fm', '--no-shuffle']
     >>> list(arms_of(["model=lr,fm", "shuffle=,no"]))
@@ -72,11 +69,7 @@ def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
 
 
 def pair_of(flag: str, item: str) -> tuple[str, str]:
-    """Split flag=value into a flag of train.py and its value.
-
-    Raises:
-      ValueError: not such a pair, or a flag that the sweep sets itself.
-    """
+    """Split flag=value into a flag of train.py and its value."""
     name, _, value = item.partition("=")
     name = name.removeprefix("--").replace("_", "-")
     refuse(
@@ -117,11 +110,7 @@ def trained_arms(
 
 
 def figure_of(results: Mapping[str, Any], metric: str) -> float:
-    """Return a number of results.json.
-
-    Raises:
-      ValueError: it has no such number.
-    """
+    """Return a number of results.json."""
     if not isinstance(results.get(metric), int | float):
         numbers = ", ".join(key for key, value in results.items() if isinstance(value, int | float))
         raise ValueError(f"--metric {metric} is no number of results.json: give one of {numbers}.")

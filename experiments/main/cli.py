@@ -76,11 +76,7 @@ def command_line(main: Callable[[Any], dict], config: type, description: str | N
 
 
 def refuse(broken: Mapping[str, object]) -> None:
-    """Raise the first broken rule of {sentence: whether it is broken}.
-
-    Raises:
-      ValueError: with that sentence.
-    """
+    """Raise the first broken rule of {sentence: whether it is broken}, as a ValueError with that sentence."""
     for sentence, is_broken in broken.items():
         if is_broken:
             raise ValueError(sentence)
@@ -112,11 +108,7 @@ def rule_of_ray() -> dict[str, object]:
 
 
 def refuse_small(config: object) -> None:
-    """Check every numeric flag against its minimum; infinity and NaN are refused too.
-
-    Raises:
-      ValueError: names the flag, its value and the minimum.
-    """
+    """Check every numeric flag against its minimum; infinity and NaN are refused too."""
     for name, least in _LEAST.items():
         values = getattr(config, name, None)
         for value in values if isinstance(values, tuple) else (values,):

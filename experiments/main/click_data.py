@@ -111,9 +111,6 @@ def make_model(name: str, width: int) -> nn.Module:
 
     'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
     'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
-
-    Raises:
-      ValueError: no such model.
     """
     models = {
         "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
@@ -183,9 +180,6 @@ def synthetic_clicks(
       epochs: passes over the batches.
       shuffle: whether each epoch has its own order.
       curved: as for `SyntheticClicks`.
-
-    Raises:
-      ValueError: no batch to train on.
     """
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
@@ -228,9 +222,6 @@ def criteo_clicks(
       shuffle_seed: None for file order; else each epoch has its own order.
       validation_fraction: share of the training rows held out for validation: the last ones, or random ones if the
         preparation split at random.
-
-    Raises:
-      ValueError: there is no batch to train on or no row to validate on; the directory holds no prepared rows.
     """
     from jaxrec.data.criteo import open_split
 
@@ -265,9 +256,6 @@ def data_of_blocks(
       validation: validation rows; None to hold out training rows, or for none.
       at_random: whether to hold out random rows instead of the last ones.
       batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as for `criteo_clicks`.
-
-    Raises:
-      ValueError: there is no batch to train on or no row to validate on.
     """
     # One pass over few rows needs many small steps: AUC 0.69-0.75 with 2,048, 0.756 with 128.
     batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)
@@ -328,9 +316,6 @@ def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[
       source: blocks whose columns are arrays.
       rows: number of rows to hold out, from 0 to all.
       seed: None to hold out the last ones; else random ones, an equal share of every block.
-
-    Raises:
-      ValueError: the source has fewer rows.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]

@@ -91,11 +91,7 @@ class DataFlags(Flags):
 
 
 def data_of(config: DataFlags) -> Data:
-    """Return the data that the flags select.
-
-    Raises:
-      ValueError: as `synthetic_clicks`, `criteo_clicks`, `tabular_data` and `prepare`.
-    """
+    """Return the data that the flags select."""
     if config.data == "tabular":
         from main.table_data import tabular_data
 
@@ -214,9 +210,6 @@ def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransfo
       config: flags.
       steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
         only: pass the steps of one trainer.
-
-    Raises:
-      ValueError: the warm-up takes the whole run.
     """
     rate, row_rate = (_scheduled(peak, config, steps) for peak in (config.learning_rate, config.row_learning_rate))
     rows = ROW_OPTIMIZERS[config.row_optimizer](row_rate)
@@ -340,11 +333,7 @@ def rule_of(config: TechniqueFlags) -> Rule:
 
 
 def given_failures(config) -> dict[int, list[int]]:
-    """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn.
-
-    Raises:
-      ValueError: a malformed word; a repeated step; a shard that does not exist.
-    """
+    """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn."""
     found: dict[int, list[int]] = {}
     for word in config.fail if config.fail != ("gamma",) else ():
         step, _, shards = word.partition(":")

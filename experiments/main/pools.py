@@ -115,11 +115,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
 
 
 def has_image(directory: Path) -> bool:
-    """Whether a directory holds an image of a pool.
-
-    Raises:
-      ValueError: it holds one of another kind of run.
-    """
+    """Whether a directory holds an image of a pool."""
     saved = images(directory)
     for path in saved:
         with contextlib.suppress(DamagedImage):

@@ -99,11 +99,7 @@ class Run:
             raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
 
     def read_json(self, name: str) -> dict:
-        """Return the contents of one file of the run; {} if it does not exist.
-
-        Raises:
-          ValueError: it is damaged.
-        """
+        """Return the contents of one file of the run; {} if it does not exist."""
         path = self.directory / name
         try:
             return _row(path.read_bytes()) if path.exists() else {}
@@ -141,11 +137,7 @@ class Run:
         self._unwritten.clear()
 
     def metrics(self) -> list[dict]:
-        """Return the rows logged so far.
-
-        Raises:
-          ValueError: a line is damaged; names file and line.
-        """
+        """Return the rows logged so far."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         rows = []

@@ -39,11 +39,7 @@ SERVER_TIMEOUT_S = 120.0  # also for the save and the restore of a server's rows
 
 
 def claim_devices(config: TechniqueFlags) -> None:
-    """Request one device per replica; call it before JAX starts.
-
-    Raises:
-      ValueError: too few devices, and no more can be created; shards or batches cannot be split over them.
-    """
+    """Request one device per replica; call it before JAX starts."""
     if config.in_processes:  # each has its own JAX
         return
     if config.replicas > 1:
@@ -199,11 +195,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
 
 
 def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
-    """Return {step: shards} of the failures that the flags ask for.
-
-    Raises:
-      ValueError: as `given_failures`; a step that the run does not have.
-    """
+    """Return {step: shards} of the failures that the flags ask for."""
     if config.fail == ("gamma",):
         drawn = draw_failures(mtbf_steps, steps, config.shards, config.seed, config.fail_shape)
         at: dict[int, set[int]] = {}
@@ -275,11 +267,7 @@ class ServerHome(Home):
 
 @contextlib.contextmanager
 def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
-    """Yield the placement that the flags ask for; servers end with the block.
-
-    Raises:
-      As `cluster_of`.
-    """
+    """Yield the placement that the flags ask for; servers end with the block."""
     if config.tables != "remote":
         yield Home(config)
         return
@@ -293,11 +281,7 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
 
 
 def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
-    """Return the cluster that the flags ask for, to be entered.
-
-    Raises:
-      ValueError, OSError: on entering, Ray cannot be started or joined.
-    """
+    """Return the cluster that the flags ask for, to be entered."""
     go_on = go_on_with(run)
     return Cluster(
         config.ray_address, advice=f"{go_on[0].upper()}{go_on[1:]}.", log_directory=run.directory / "ray_logs"
@@ -327,9 +311,6 @@ def own(directory: Path | None, run: str) -> Iterator[None]:
     Args:
       directory: None if the tables are not in files.
       run: id of the run.
-
-    Raises:
-      ValueError: another run is active there, or has left its tables there.
     """
     if directory is None:
         yield

@@ -34,11 +34,7 @@ def images_directory(directory: Path) -> Path:
 
 
 def open_run(directory: Path) -> Trained:
-    """Open a run of train.py for reading; it may still be training.
-
-    Raises:
-      ValueError: there is no such run, its config.json is damaged, or it has saved no image.
-    """
+    """Open a run of train.py for reading; it may still be training."""
     directory = local_path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -91,9 +87,6 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
     Args:
       run: run of --data tabular.
       given: its current location; where the run had it if None.
-
-    Raises:
-      ValueError: it does not exist.
     """
     directory = given or Path(run.config["path"][0])
     if not directory.is_dir():
@@ -105,11 +98,7 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
 
 
 def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
-    """Return the metadata of a prepared table, checked against the tables of a run.
-
-    Raises:
-      ValueError: its rows do not belong to those tables.
-    """
+    """Return the metadata of a prepared table, checked against the tables of a run."""
     table = table_of(directory)
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
     noted = run.image.extra.get("vocabulary_digest") or table["digest"]
@@ -140,9 +129,6 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
     Args:
       run: run on Criteo rows.
       given: its current location; where the run had it if None.
-
-    Raises:
-      ValueError: it is missing, incomplete, or has another vocabulary than the run.
     """
     paths = tuple(map(Path, run.config["path"]))
     options = preparation(types.SimpleNamespace(**{name: run.config.get(name) for name in PREPARATION}))
@@ -160,11 +146,7 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
 
 
 def refuse_other_ids(run: Trained, directory: Path, encoder: Encoder) -> None:
-    """Refuse a prepared directory whose ids do not belong to the tables of a run.
-
-    Raises:
-      ValueError: the tables have other sizes, or the run recorded another digest.
-    """
+    """Refuse a prepared directory whose ids do not belong to the tables of a run."""
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
     found = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
     noted = run.image.extra.get("vocabulary_digest") or encoder.digest

@@ -43,11 +43,7 @@ class JobConfig(Flags):
 
 
 def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
-    """Return a function from a seed to its data: synthetic clicks of that seed, or prepared Criteo rows in file order.
-
-    Raises:
-      ValueError: Criteo data without a path.
-    """
+    """Return seed -> its data: synthetic clicks of that seed, or prepared Criteo rows in file order."""
     if config.data == "synthetic":
         cardinalities = scaled_cardinalities(config.rows or 74 * examples // 100)
         batch_size = config.batch_size or 1024

@@ -49,9 +49,6 @@ def replay_in_useful_time(
 
     Returns:
       Replay. A save at the very end of the job counts.
-
-    Raises:
-      ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
     n = int(np.searchsorted(hours, costs.total_hours))
@@ -88,9 +85,6 @@ def replay_in_wall_time(
 
     Returns:
       Replay. Its overhead is infinite if no work was kept; its PLS is relative to the useful hours.
-
-    Raises:
-      ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
     n = int(np.searchsorted(hours, end_hours))
@@ -135,9 +129,6 @@ def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> 
 
     Returns:
       A fraction of the useful time.
-
-    Raises:
-      ValueError: a number outside its range; an unknown mode.
     """
     check_costs(costs, mode, save_every_hours=save_every_hours)
     mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours

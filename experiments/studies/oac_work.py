@@ -100,9 +100,6 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
 
     The stream continues after the last batch, and what is in flight then is dropped: otherwise the last batches would
     be trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.
-
-    Raises:
-      ValueError: no batch is left to time.
     """
     if len(batches) < skip + 2:
         raise ValueError(f"{len(batches)} batches leave none to count after the first {skip}: give {skip + 2}.")

@@ -46,9 +46,6 @@ def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
       looks: samples (seconds, steps of each trainer), in order.
       warm: steps that the slowest trainer must have made when the interval begins; it ends when the first one is done.
 
-    Raises:
-      ValueError: there are too few samples.
-
     >>> rate([(0.0, [9, 0]), (1.0, [20, 21]), (3.0, [40, 31]), (4.0, [40, 36])], warm=20)
     15.0
     """

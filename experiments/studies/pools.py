@@ -115,9 +115,6 @@ def trained_pool(
 
     Yields:
       State of trainer 0 over the rows at the servers; the statistics; the killer.
-
-    Raises:
-      RuntimeError: a process has died that was not to be killed.
     """
     plan = plan or {}
     started = Supervisor(
