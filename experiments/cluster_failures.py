@@ -104,9 +104,6 @@ def kills_of(config: Config) -> dict[int, int]:
 
     The gaps before, between and after the kills are drawn, or taken from a random position of the trace, and scaled to
     fill the run after its first eighth.
-
-    Args:
-      config: flags returned by `sized`.
     """
     rng, number, steps = np.random.default_rng(config.seed), config.kills or 0, config.steps or 0
     if config.trace is None:
@@ -195,13 +192,7 @@ def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[st
 
 
 def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate equations (1) to (6) with measured costs.
-
-    Args:
-      config: flags returned by `sized`.
-      rows: figures of each arm.
-      found: figures returned by `of_kills`.
-    """
+    """Evaluate equations (1) to (6) with measured costs."""
     useful, steps = rows["none"]["seconds"], config.steps or 1
     every = (config.save_every_steps or 1) / steps * useful / 3600
     costs = schedule.Costs(

@@ -154,12 +154,7 @@ def write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 class Unpacked:
-    """Arrays of an .npz file, unpacked into one file each, from which any rows can be read.
-
-    Args:
-      path: .npz file.
-      directory: empty directory; takes as many bytes as the file.
-    """
+    """Arrays of an .npz file, unpacked into one file each, from which any rows can be read."""
 
     def __init__(self, path: Path, directory: Path):
         self._path, self._directory = path, directory
@@ -237,12 +232,7 @@ def shard_of(arrays: Unpacked, name: str, shard: int, part: str, width: int, dty
 
 
 def bring_back(path: Path, into: Path) -> Image:
-    """Write an image from an exported file.
-
-    Args:
-      path: file written by `--all`.
-      into: run or image directory.
-    """
+    """Write an image from an exported file."""
     refuse({f"{path} is no file: give what `export.py --all` has written.": not path.is_file()})
     directory, run = images_directory(into), run_of(path)
     with Checkpointer(directory, run=run) as saver:

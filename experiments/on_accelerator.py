@@ -98,12 +98,6 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
     The process holds a pipe from this one, and ends itself and all its children when the pipe closes: no part keeps
     running, and holding the card, after this process is killed.
 
-    Args:
-      name: name of the part.
-      command: command of its process.
-      out: directory of PART.json and PART.failed.txt.
-      seconds: limit.
-
     Returns:
       Whether the part has written its file.
     """

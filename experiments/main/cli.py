@@ -86,7 +86,6 @@ def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[st
     """Return {problem and remedy: whether it applies}, for `refuse`, for flags that are given but read by nothing.
 
     Args:
-      config: flags.
       read_by: {reader: (whether the run has it, flags that it reads)}.
     """
     broken = {}

@@ -83,11 +83,8 @@ def click_job(
     Args:
       cardinalities: rows of each table: C1, C2 and so on.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
-      optimizer: optimizer of the dense parameters.
-      row_optimizer: optimizer of the rows.
       width: E, of all tables.
       shards: S, of every table.
-      seed: seed of the initial rows.
     """
     fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
     tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
@@ -171,15 +168,9 @@ def synthetic_clicks(
     """Build training batches of the synthetic click log, and disjoint ones for validation and test.
 
     Args:
-      cardinalities: rows of each table.
-      batch_size: training batch size.
       steps: steps of one epoch.
-      seed: seed of the log and of its order.
       test_batches: number of test batches, and of validation batches.
       test_batch_size: batch size of both.
-      epochs: passes over the batches.
-      shuffle: whether each epoch has its own order.
-      curved: as for `SyntheticClicks`.
     """
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
@@ -213,12 +204,10 @@ def criteo_clicks(
     """Build batches of prepared Criteo rows.
 
     Args:
-      directory: made by prepare.py.
       batch_size: None to choose by the number of rows.
       steps: limit over all epochs.
       examples: limit per epoch; the first ones are kept.
       padded: whether to pad an incomplete last batch of an epoch, or to drop it.
-      epochs: passes over the rows.
       shuffle_seed: None for file order; else each epoch has its own order.
       validation_fraction: share of the training rows held out for validation: the last ones, or random ones if the
         preparation split at random.
@@ -251,8 +240,6 @@ def data_of_blocks(
     """Build batches of blocks of rows; the caller adds the cardinalities.
 
     Args:
-      split: training rows.
-      test: test rows.
       validation: validation rows; None to hold out training rows, or for none.
       at_random: whether to hold out random rows instead of the last ones.
       batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as for `criteo_clicks`.

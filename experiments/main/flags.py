@@ -168,10 +168,6 @@ def prepared_directory(sources: tuple[Path, ...], options: Mapping[str, Any] | N
     """Return where raw files are prepared: in the current directory, as theirs may be read-only.
 
     Files of one name in two directories get distinct names, and so does one file prepared with other options.
-
-    Args:
-      sources: raw files.
-      options: options of the preparation that differ from the defaults.
     """
     words = [str(local_path(source)) for source in sources]
     words += [f"{name}={value!r}" for name, value in sorted((options or {}).items())]
@@ -207,7 +203,6 @@ def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransfo
     """Build the optimizers of the dense parameters and of the rows, on one schedule.
 
     Args:
-      config: flags.
       steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
         only: pass the steps of one trainer.
     """

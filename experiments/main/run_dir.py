@@ -33,8 +33,6 @@ class Run:
     process lives (or until `close`, or the end of a `with` block).
 
     Args:
-      name: name of the experiment.
-      config: its frozen dataclass.
       workdir: where to write; a new directory under `runs/` if None.
       resume: whether to resume the run in the directory; if it holds none, the run begins there.
 
@@ -167,7 +165,6 @@ class Run:
         """Show and write the results, and release the directory.
 
         Args:
-          results: flat; contents of results.json.
           table: from `report.grid` or `report.listing`; a listing of all results if empty.
         """
         say(table or listing(results))  # first: shown even if the disk is full

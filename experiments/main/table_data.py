@@ -123,11 +123,7 @@ def table_job(
       table: metadata of the table, see `table_of`.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without dense features it gets one of zeros.
         Or a `DIN`, with candidate and history from `history_of`.
-      optimizer: optimizer of the dense parameters.
-      row_optimizer: optimizer of the rows.
       width: E, of all tables.
-      shards: S, of every table.
-      seed: seed of the initial rows.
     """
     history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
     features = [*table["sparse"], *(name for name in table["bags"] if name != history)]

@@ -74,10 +74,6 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     """Build the engine that the flags ask for.
 
     Args:
-      config: TechniqueFlags.
-      job: model, loss and optimizers.
-      state: initial state.
-      mesh: from `mesh_of`.
       extra: values saved with that state.
       stretch_steps: steps between two meetings of free-running trainers.
     """
@@ -103,12 +99,7 @@ def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
 
 
 class Techniques:
-    """Active techniques of a run, beside its engine: hooks and figures.
-
-    Args:
-      config: TechniqueFlags.
-      engine: from `make_engine`, entered.
-    """
+    """Active techniques of a run, beside its engine: hooks and figures."""
 
     def __init__(self, config: TechniqueFlags, engine):
         self._engine, self._sync = engine, None
@@ -145,12 +136,8 @@ def recovery_of(
 
     Args:
       config: TechniqueFlags, and `seed`.
-      engine: engine to watch.
-      directory: image directory.
-      steps: steps of the run.
       every: interval between saves, in steps.
       image: image from which the run resumes, or None.
-      run: id of the run.
       extra: step -> JSON values to save with the state.
       copy: how images copy the tables: 'whole' or 'shards'.
     """
@@ -168,9 +155,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
 
     Args:
       config: TechniqueFlags, and `save_every_steps` if the job has that flag.
-      engine: engine at its first step, or at that of an image.
       run: run; to measure costs, its directory must be on the disk to save to.
-      steps: steps of the run.
       first_steps: number -> iterator that trains that many steps, to measure costs.
     """
     if (given := getattr(config, "save_every_steps", None)) is not None:
@@ -310,7 +295,6 @@ def own(directory: Path | None, run: str) -> Iterator[None]:
 
     Args:
       directory: None if the tables are not in files.
-      run: id of the run.
     """
     if directory is None:
         yield
@@ -349,7 +333,6 @@ class ForegroundRounds:
     """Hook that makes a round of all replicas every k steps; its memory is in the training state.
 
     Args:
-      rule: synchronisation rule.
       every_steps: k; rounds are made at its multiples.
 
     Attributes:

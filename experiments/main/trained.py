@@ -69,7 +69,6 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
     """Return the model of a run over the tables of its images, without its optimizers.
 
     Args:
-      run: run of train.py.
       prepared: current location of its prepared table; where the run had it if None. Only for --data tabular, where it
         names the tables.
     """
@@ -85,7 +84,6 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
     """Return the prepared table on which a run was trained.
 
     Args:
-      run: run of --data tabular.
       given: its current location; where the run had it if None.
     """
     directory = given or Path(run.config["path"][0])
@@ -127,7 +125,6 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
     """Return the prepared directory on which a run was trained, and its encoder of categories to ids.
 
     Args:
-      run: run on Criteo rows.
       given: its current location; where the run had it if None.
     """
     paths = tuple(map(Path, run.config["path"]))

@@ -72,13 +72,7 @@ def fitted(times: Sequence[Timed]) -> tuple[float, float, float]:
 
 
 def measure(width: int, size: Size, seed: int) -> tuple[Costs, list[dict[str, float]]]:
-    """Measure the costs on this machine; return them and the times that they are fitted to.
-
-    Args:
-      width: floats in a row.
-      size: size of the measurement.
-      seed: seed of the choice of rows.
-    """
+    """Measure the costs on this machine; return them and the times that they are fitted to."""
     spec = EmbeddingSpec({"item": Table(size.table_rows, width)}, {"item": Lookup("item")}, shards=SHARDS)
     began = time.monotonic()
     host = HostTables.create(spec, ROWS)

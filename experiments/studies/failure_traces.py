@@ -20,7 +20,6 @@ def load_infinitehbd(path: Path, nodes: int = 400) -> Failures:
     """Read the fault trace of InfiniteHBD (SIGCOMM 2025): a JSON array of events, where a `fault_start` is a failure.
 
     Args:
-      path: the file, as published or compressed.
       nodes: number of servers in the cluster; the trace names only those that ever had a fault.
 
     Returns:
@@ -40,10 +39,6 @@ def load_infinitehbd(path: Path, nodes: int = 400) -> Failures:
 
 def load_lanl(path: Path, system: int) -> Failures:
     """Read the failures of one system from the Los Alamos National Laboratory records, 1996-2005 (LA-UR-05-7318).
-
-    Args:
-      path: the CSV file, as published or compressed.
-      system: number of the system.
 
     Returns:
       Failures in hours of local time from the first failure of the system to its last; unknown nodes are -1.

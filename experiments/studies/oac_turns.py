@@ -45,8 +45,6 @@ def compiled(work: Work, ways: list[PipelineWay], **options) -> dict[str, Pipeli
 
     Args:
       work: with at least W + 4 batches.
-      ways: pipelines to create.
-      options: options of every pipeline.
 
     Returns:
       {name of the way: pipeline}.
@@ -70,12 +68,8 @@ def in_turns(
     """Time all pipelines in interleaved rounds.
 
     Args:
-      pipelines: {name: pipeline}.
       batches: at least W + 3 + counted batches.
-      rounds: number of rounds; each pipeline runs once per round.
       counted: timed batches of a run; the W + 2 before them fill the pipeline.
-      words: label of the progress bar.
-      between: called after each round.
 
     Returns:
       {name: seconds per batch f64[rounds]}.
@@ -94,8 +88,6 @@ def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: i
 
     Args:
       times: {name of the way: seconds per batch f64[rounds]}.
-      ways: timed ways, with or without sync and async.
-      batch_size: examples in a batch.
 
     Returns:
       Flat results, formatted by `ratio`.
@@ -121,16 +113,7 @@ def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: i
 def at_servers(
     job: Job, number: int, window: int, servers: int, cluster: Cluster, opened: contextlib.ExitStack
 ) -> Work:
-    """Create the workload with its rows at servers, which are closed with `opened`.
-
-    Args:
-      job: size of the workload.
-      number: number of batches.
-      window: W of its pipelines.
-      servers: number of server processes.
-      cluster: cluster on which they start.
-      opened: stack that closes the servers.
-    """
+    """Create the workload with its rows at servers, which are closed with `opened`."""
 
     def create(spec, row_optimizer) -> Tables:
         started = Supervisor(cluster, spec, row_optimizer, servers, timeout_s=TIMEOUT_S)
@@ -149,9 +132,6 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
 
     Args:
       remote, local: the same job, at servers and in this process.
-      ways: ways to time over the servers.
-      rounds: number of rounds.
-      counted: timed batches of a run.
 
     Returns:
       Flat results with keys ending in `_remote` or `_local`; `remote_oac_over_local_oac` is a ratio of rates.
@@ -193,10 +173,6 @@ def bits_of(state: TrainState) -> list[np.ndarray]:
 
 def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
     """Check that OAC over servers is bitwise equal to sequential training over tables in this process.
-
-    Args:
-      remote, local: the same job, at servers and in this process.
-      number: number of batches.
 
     Returns:
       `bitwise_equal_remote`, `bitwise_equal_savings_remote`, and the control `bitwise_equal_async_remote`, which is

@@ -155,9 +155,7 @@ def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, fl
 
     Args:
       work: its first `number` batches are trained once each.
-      mode: one of MODES.
       number: number of batches; the first and the last W of them are transferred without savings.
-      options: options of the pipeline.
 
     Returns:
       {'send': bytes, 'fetch': bytes}.

@@ -81,9 +81,7 @@ def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int,
     """Measure all arms in turn, with one trainer and with one per core.
 
     Args:
-      job: the reference work.
       arms: arms besides none: s_easgd, s_ma, or one of them with the suffix _paced.
-      rounds: measurements of each arm.
       steps: steps of each trainer after warm-up.
       pace: `pace_seconds` of the _paced arms.
 
