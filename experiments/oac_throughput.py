@@ -48,9 +48,10 @@ import numpy as np
 from main.cli import Flags, Run, bars, command_line, refuse, rule_of_ray
 from main.report import figures, number
 from main.run_dir import cores
-from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, in_turns, measure_remote
+from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job, ratio
+from studies.turns import in_turns
 
 from jaxrec.cluster import Cluster
 
@@ -130,10 +131,9 @@ def take_turns(
     """
     options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
     pipelines = compiled(work, ways, **options)
-    stages: list[dict[str, float]] = []
-    times = in_turns(
-        pipelines, work.batches, rounds, counted, words, lambda: stages.append(stages_ms(work, link, size))
-    )
+    turns = turns_of(pipelines, work.batches, counted) | {"stages": lambda: stages_ms(work, link, size)}
+    times = in_turns(turns, rounds, words)
+    stages = times.pop("stages")
     alone = {name: np.array([stage[name] for stage in stages]) for name in stages[0]}
     return times, alone, {name: pipeline.compilations for name, pipeline in pipelines.items()}
 

@@ -31,8 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, grid, paired_interval
+from studies.oac_turns import turns_of
 from studies.oac_work import EmulatedLink, turn
 from studies.reference import ratio
+from studies.turns import in_turns
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks
@@ -150,12 +152,7 @@ class SkewJob:
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
         for pipeline in pipelines.values():
             turn(pipeline, batches, pipeline.window + 2)  # compiles
-        times: dict[str, list[float]] = {name: [] for name in pipelines}
-        for _ in tqdm(range(rounds), desc="step times in turns", unit="round", disable=None):
-            for name, pipeline in pipelines.items():
-                skip = pipeline.window + 2
-                times[name].append(turn(pipeline, batches[: skip + 1 + counted], skip))
-        return times
+        return in_turns(turns_of(pipelines, batches, counted), rounds, "step times in turns")
 
 
 def arms(config: Config) -> list[Arm]:

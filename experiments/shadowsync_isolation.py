@@ -14,13 +14,14 @@ no round was merged, as in most runs of the blocked shadow. The pace and the gap
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import numpy as np
 from main.cli import Flags, Run, command_line, grid
 from studies.reference import Job, ratio
 from studies.shadow_work import RULES, TimedTrainer, trainer_turn
-from tqdm import tqdm
+from studies.turns import in_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +54,15 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     rule, ways = RULES[config.rule](), synchronisers_of(config)
     for way, pace in ways.values():
         trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for number in tqdm(range(rounds), unit="round", disable=None):
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
-            longest = float(times.max() / np.median(times))
-            figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
-            found[name].append(figures)
-            run.log({"round": number, "way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
-    return found
+
+    def turn(name):
+        times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
+        longest = float(times.max() / np.median(times))
+        figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
+        run.log({"way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
+        return figures
+
+    return in_turns({name: functools.partial(turn, name) for name in ways}, rounds, "rounds")
 
 
 def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from studies.reference import Job, ratio, reference_work
 from studies.shadow_protocol import WAYS, Point, emulate, simulate
 from studies.shadow_work import FORMS_OF_RULES, Trainers
 from studies.sides import Side
+from studies.turns import in_turns
 from tqdm import tqdm
 
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer, so that two cores can wake 64 of them
@@ -115,11 +116,8 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
         processes = pool.map(lambda n: Side(functools.partial(Trainers, job, n, config.pace_seconds)), numbers)
         sides = dict(zip(numbers, processes, strict=True))
-    found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
-    for number in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
-        first = number % len(turns)
-        for way, n in turns[first:] + turns[:first]:
-            found[way, n].append(sides[n].ask("run", (way, preset.measured_steps)))
+    ways = {(way, n): functools.partial(sides[n].ask, "run", (way, preset.measured_steps)) for way, n in turns}
+    found = in_turns(ways, preset.rounds, "measured")
     for side in sides.values():
         side.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
