@@ -45,7 +45,7 @@ from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.pools import SharedStream
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
-from studies.pools import KINDS, click_stream, pool_figures, trained_pool
+from studies.pool_kills import KINDS, click_stream, pool_figures, trained_pool
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork

@@ -48,7 +48,7 @@ import optax
 from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
 from main.click_data import click_job, make_model
 from main.pools import SharedStream
-from studies.pools import click_stream, trained_pool
+from studies.pool_kills import click_stream, trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm

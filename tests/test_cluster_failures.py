@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from main.cli import refuse_small
 from studies.cluster_work import ARMS, SCHEMES, Kill
-from studies.pools import PoolKiller, pool_figures
+from studies.pool_kills import PoolKiller, pool_figures
 from studies.server_kills import alive_after
 
 from jaxrec.cpr import schedule
