@@ -1,4 +1,4 @@
-"""Failures: drawing, choosing nodes, and reading the formats of two published traces."""
+"""Failures: drawing them, and reading the formats of two published traces."""
 
 import csv
 import gzip
@@ -10,7 +10,6 @@ import cpr_scalability
 import numpy as np
 import pytest
 import scipy.special
-from cpr_scalability import of_nodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from studies.failure_traces import load_infinitehbd, load_lanl
@@ -58,14 +57,18 @@ def some_failures(hours, node, nodes=4):
     return Failures(np.array(hours), np.array(node), np.zeros(len(hours), np.int32), ("disk",), nodes, 10.0)
 
 
-def test_failures_of_the_same_time_are_one_and_nodes_can_be_chosen():
+def test_failures_of_the_same_time_are_one():
     failures = some_failures([1.0, 1.0, 1.0, 5.0], [2, 0, 2, 3])
     hours, count = interruptions(failures)
     assert hours.tolist() == [1, 5] and count.tolist() == [2, 1]
-    chosen = of_nodes(failures, np.array([3, 2]))
-    assert chosen.hours.tolist() == [1, 1, 5] and chosen.node.tolist() == [1, 1, 0] and chosen.nodes == 2
-    unknown = of_nodes(failures._replace(node=np.array([-1, 0, -1, 3])), np.arange(4))
-    assert unknown.hours.tolist() == [1, 5]
+
+
+def test_failures_of_unknown_nodes_are_not_replayed():
+    costs = cpr_scalability.SETTINGS["a"]
+    unknown = some_failures([1.0, 2.0, 5.0], [0, -1, 3])
+    known = some_failures([1.0, 5.0], [0, 3])
+    found = cpr_scalability.replayed(unknown, costs, 0.1)
+    assert found == cpr_scalability.replayed(known, costs, 0.1) and found["mtbf_hours"] == 5
 
 
 def events_of(number, seed=0):
