@@ -98,14 +98,15 @@ def again_in(run: Run) -> str:
 
 
 def trained_arms(
-    run: Run, arms: Mapping[str, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked
-) -> dict[str, list[dict[str, Any]]]:
+    run: Run, arms: Mapping[str, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
     """Train arms {name: flags of train.py}; return {arm: results of each seed}. Raises as `trained`."""
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
         words = ["--preset", preset, "--seed", str(seed), *flags]
-        found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked))
+        found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
     return found
 
 

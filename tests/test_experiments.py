@@ -257,7 +257,7 @@ def test_the_emulated_link_counts_what_passes_and_takes_its_time():
 def test_a_turn_counts_the_steady_state_and_leaves_the_pipeline_whole():
     """No batch after the last counted one is trained, and the next turn continues."""
     work = Work(Job(rows=2000, batch_size=32), number=12, window=4)
-    for mode in ("sync", "oac", "oac_skip_rewritten"):
+    for mode in ("sync", "oac", "oac_skip_both"):
         pipeline = work.pipeline(mode, tables=work.create())
         for number in (1, 2):
             assert turn(pipeline, work.batches[:9], 6) > 0

@@ -30,8 +30,6 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "oac": {"mode": "oac"},
     "oac_device": {"mode": "oac", "validation": "device"},
-    "oac_skip_stale_reads": {"mode": "oac", "skip_stale_reads": True},
-    "oac_skip_rewritten": {"mode": "oac", "skip_rewritten": True},
     "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
 }
 
