@@ -1,21 +1,19 @@
-"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main table.
+"""What partial recovery does to accuracy after failures in a job of 56 hours; cpr_scalability.py has its overhead.
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
 
 The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two
-failures of one node each at random hours of the job. **The overhead is emulated, the accuracy is measured.**
+failures of one node each at random hours of the job. All prioritised schemes write as many bytes as CPR-vanilla in the
+same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
 
-Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost work and reschedule,
-by the equations (`modelled`) and event by event over drawn failures (`emulated`). All prioritised schemes write as many
-bytes as CPR-vanilla in the same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
-
-Accuracy: real training whose steps stand for the job's 56 hours, with real saves and restores by jaxrec.cpr.Recovery
-over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the lost steps to a state
-bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained here. Arms of a seed
-share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the
-interval of the loss lies below 0.0005 (true) or above (false); absent while there are too few seeds to decide.
+**The accuracy is measured**: real training whose steps stand for the job's 56 hours, with real saves and restores by
+jaxrec.cpr.Recovery over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the
+lost steps to a state bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained
+here. Arms of a seed share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval;
+`non_inferior_SCHEME`: the interval of the loss lies below 0.0005 (true) or above (false); absent while there are too
+few seeds to decide.
 
 Seen, AUC lost in units of 0.00001:
 
@@ -36,16 +34,15 @@ Criteo and 45 to 60 on 5M examples, on one core.
 
 import dataclasses
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from cpr_scalability import SETTINGS, modelled
+from cpr_scalability import SETTINGS
 from main.cli import Run, command_line, grid, paired_interval
 from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
-from studies.failure_replay import replay_in_useful_time
 from tqdm import tqdm
 
-from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule
+from jaxrec.cpr import place_failures, schedule
 
 MARGIN = 0.0005  # of AUC
 
@@ -60,49 +57,7 @@ class Config(JobConfig):
     """Of the schedule of saves; both settings have the same."""
 
 
-class Size(NamedTuple):
-    """Sizes that a preset sets."""
-
-    examples: int
-    seeds: int
-    horizons: int
-
-
-SIZES = {"smoke": Size(60_000, 2, 20), "default": Size(1_000_000, 3, 200), "paper": Size(5_000_000, 10, 1000)}
-WAYS = ("full", "partial_naive", "cpr")
-
-
-def recoveries_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedule.Mode, float]]:
-    """{way of WAYS: (mode, hours between saves)}."""
-    plan, full = plan_recovery(costs, target_pls), schedule.full_interval(costs)
-    return {"full": ("full", full), "partial_naive": ("partial", full), "cpr": (plan.mode, plan.save_every_hours)}
-
-
-def overheads_of(config: Config, name: str, horizons: int) -> dict[str, Any]:
-    """Overhead results of one setting."""
-    costs, results = SETTINGS[name], dict[str, Any]()
-    # Many jobs back to back: a single one of 56 hours has only two failures.
-    long = costs._replace(total_hours=100 * costs.total_hours)
-    draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
-    drawn = [draw(number) for number in range(horizons)]
-    for way, (mode, every) in recoveries_of(costs, config.target_pls).items():
-        law = modelled(costs, mode, every)
-        replays = [replay_in_useful_time(long, mode, every, hours).overhead for hours in drawn]
-        key = f"setting_{name}_{way}"
-        results[f"{key}_percent_modelled"] = 100 * law.total
-        results[f"{key}_percent_emulated"] = 100 * float(np.mean([overhead.total for overhead in replays]))
-        results |= {f"{key}_{part}_percent_modelled": 100 * value for part, value in law._asdict().items()}
-    return results
-
-
-def overheads(config: Config, horizons: int) -> dict[str, Any]:
-    """Overhead results of all settings; the schemes share the overhead of CPR."""
-    results: dict[str, Any] = {"overhead_is": "modelled (equations) and emulated (events), never measured"}
-    for name in SETTINGS:
-        results |= overheads_of(config, name, horizons)
-    of = lambda way: results[f"setting_{config.setting}_{way}_percent_emulated"]
-    results["full_overhead_percent"] = of("full")
-    return results | {f"cpr_{scheme}_overhead_percent": of("cpr") for scheme in SCHEMES}
+SIZES = {"smoke": (60_000, 2), "default": (1_000_000, 3), "paper": (5_000_000, 10)}  # examples, seeds
 
 
 def accuracies(rows: list[dict]) -> dict[str, Any]:
@@ -127,45 +82,32 @@ def accuracies(rows: list[dict]) -> dict[str, Any]:
     return results
 
 
-def table(config: Config, results: dict[str, Any]) -> str:
-    """Format overhead by setting and recovery, and accuracy by scheme."""
-    lines, parts = [], ("save", "load", "lost_work", "reschedule")
-    for name, costs in SETTINGS.items():
-        plan = plan_recovery(costs, config.target_pls)
-        lines.append(
-            f"Setting {name.upper()}: {plan.mode} recovery, a regular save every {plan.save_every_hours:.1f} h, "
-            f"expected overhead {100 * plan.expected_overhead.total:.2f} %, expected PLS {plan.expected_pls:.3f}"
-        )
-    rows = {f"{name.upper()}: {way.replace('_', ' ')}": f"{name}_{way}" for name in SETTINGS for way in WAYS}
-    columns = {f"{kind}, %": f"setting_{{}}_percent_{kind}" for kind in ("modelled", "emulated")}
-    columns |= {f"{part.replace('_', ' ')}, %": f"setting_{{}}_{part}_percent_modelled" for part in parts}
+def table(results: dict[str, Any]) -> str:
+    """Format the accuracy of each scheme."""
     base = f"Test AUC without a failure {results['no_failure_test_auc_mean']:.4f} (seeds: {results['seeds']})"
     of_schemes: dict[str, str | tuple[str, float]] = {
-        "overhead, %": "cpr_{}_overhead_percent", "test AUC": "cpr_{}_test_auc_mean",
-        "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5), "PLS": "cpr_{}_realized_pls",
-        "non-inferior": "non_inferior_{}",
+        "test AUC": "cpr_{}_test_auc_mean", "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5),
+        "PLS": "cpr_{}_realized_pls", "non-inferior": "non_inferior_{}",
     }  # fmt: skip
-    schemes = grid(results, "scheme", list(SCHEMES), of_schemes)
-    return "\n".join([*lines, "", grid(results, "overhead", rows, columns), "", base, schemes])
+    return f"{base}\n{grid(results, 'scheme', list(SCHEMES), of_schemes)}"
 
 
 def main(config: Config) -> dict:
-    """Compute overheads, train the missing arms, and return the contents of results.json."""
-    size = SIZES[config.preset]
+    """Train the missing arms and return the contents of results.json."""
+    examples, seeds = SIZES[config.preset]
     run = Run("cpr_overhead", config, config.workdir, config.resume)
-    results = overheads(config, size.horizons)
-    job = CprJob(config, make_data(config, config.examples or size.examples))
+    job = CprJob(config, make_data(config, config.examples or examples))
     costs = SETTINGS[config.setting]
     hours = min(schedule.partial_interval(costs, config.target_pls), costs.total_hours)
     done = {(row["scheme"], row["seed"]) for row in run.metrics()}
-    arms = list(itertools.product(range(config.seeds or size.seeds), (None, *SCHEMES)))
+    arms = list(itertools.product(range(config.seeds or seeds), (None, *SCHEMES)))
     for seed, scheme in tqdm(arms, unit="arm", disable=None):
         if (scheme or "no_failure", seed) not in done:
             placed = place_failures(config.failures, costs.total_hours, NODES, config.seed + seed)
             failures = failures_in_steps(placed, job.steps)
             run.log(job.run(scheme, seed, hours / costs.total_hours * job.steps, failures))
-    results |= accuracies(run.metrics())
-    run.close(results, table(config, results))
+    results = accuracies(run.metrics())
+    run.close(results, table(results))
     return results
 
 

