@@ -35,14 +35,16 @@ import dataclasses
 import functools
 import itertools
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, listing, refuse, rule_of_ray, unread
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars, unread
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.pools import SharedStream
+from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
 from studies.pool_kills import KINDS, click_stream, pool_figures, trained_pool
@@ -56,6 +58,7 @@ from jaxrec.loop import evaluate, planned
 from jaxrec.shadowsync import easgd
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
+SMOOTHED = 8  # steps per point of a picture
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "steps": 64, "batch_size": 256, "kills": 1},
     "default": {"rows": 14_700_000, "steps": 400, "batch_size": 2048, "kills": 3},
@@ -233,6 +236,64 @@ def table(results: dict[str, Any]) -> str:
     return grid(results, "arm", arms, columns) + "\n\n" + listing(rest, {"A kill, and the equations": [""]})
 
 
+def finding(results: Mapping[str, Any], arm: str) -> str:
+    """Return the caption of the picture of an arm."""
+    to_next = sum(results[f"{arm}_{part}_s_median"] for part in PARTS if part != "repeating")
+    again = f", after which it repeats {results[f'{arm}_lost_steps']} steps" if results[f"{arm}_lost_steps"] else ""
+    kills = results[f"{arm}_kills"]
+    there = f"s there are {kills} kills" if kills > 1 else " there is one kill"
+    return (
+        f"{arm} takes {number(results[f'{arm}_overhead_percent'], 3)} % more time than none, and goes on "
+        f"{number(to_next, 3)} s after a server is killed (the sum of medians). At the dotted line{there}{again}"
+    )
+
+
+def finding_overheads(results: Mapping[str, Any]) -> str:
+    """Return the caption of the picture of all arms."""
+    percent = {arm: results[f"{arm}_overhead_percent"] for arm in ARMS if arm != "none"}
+    each = ", ".join(f"{arm} {number(value, 3)} %" for arm, value in sorted(percent.items(), key=lambda one: one[1]))
+    return f"Measured overhead, kills in each arm: {results['full_kills']}. {each}"
+
+
+def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[str, Any]) -> None:
+    """Draw the rate of new examples over time, each arm beside none, with kills marked; and the parts of overheads."""
+    lines = {arm: rates(killer.times, config.batch_size or 0) for arm, killer in killers.items()}
+    for arm, killer in killers.items():
+        marks = [(kill.killed - killer.times[0][0], "") for kill in killer.kills]  # labels would overlap
+        panels = {"new examples/s": {name: lines[name] for name in dict.fromkeys(("none", arm))}}
+        if arm != "none":
+            plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
+    draw_overheads(run.directory / "overheads.png", results)
+
+
+def draw_overheads(path: Path, results: Mapping[str, Any]) -> None:
+    """Draw the parts of the overhead of each arm."""
+    parts = {
+        f"{arm}: {number(results[f'{arm}_overhead_percent'], 3)} % in all": {
+            part: results[f"{arm}_{part}_percent"] for part in (*PARTS, "saving")
+        }
+        for arm in ARMS if arm != "none"
+    }  # fmt: skip
+    stacked_bars(path, parts, "parts, % of the time of none", finding_overheads(results))
+
+
+def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:
+    """Return seconds since the first step, and the rate of examples that were not trained before.
+
+    Args:
+      times: (seconds, step) of each committed step.
+      batch_size: examples per step.
+      every: steps per point.
+
+    >>> rates([(0.0, 1), (8.0, 9), (16.0, 5), (24.0, 13)], batch_size=2, every=1)
+    ([8.0, 16.0, 24.0], [2.0, 0.0, 1.0])
+    """
+    points = times[::every]
+    furthest = np.maximum.accumulate([step for _, step in points])
+    seconds = np.array([at for at, _ in points]) - points[0][0]
+    return seconds[1:].tolist(), (np.diff(furthest) * batch_size / np.diff(seconds)).tolist()
+
+
 def pool_work(config: Config, clicks: SyntheticClicks, job: ClickJob) -> TrainerWork:
     """Return the work of a pool whose trainers make all --steps together."""
     steps = config.steps or 0
@@ -250,6 +311,7 @@ def kill_in_pool(run: Run, config: Config) -> dict:
     kinds = itertools.cycle([KINDS[kind] for kind in config.kill])
     plan = {step: next(kinds) for step in sorted(kills_of(config))}
     results: dict[str, Any] = {"regime": "free-running, measured", "trainers": config.trainers}
+    lines, marks = {}, []
     with Cluster() as cluster:
         for arm, killed in (("none", {}), ("killed", plan)):
             directory = run.directory / "images" if killed else None
@@ -260,8 +322,15 @@ def kill_in_pool(run: Run, config: Config) -> dict:
             row = pool_figures(stats, killer, steps // config.trainers * config.trainers * batch_size)
             run.log({"arm": arm, "test_auc": auc} | row)
             results |= {f"{arm}_{key}": value for key, value in row.items()} | {f"{arm}_test_auc": auc}
+            looks = [look for look in killer.looks if look[1]]
+            lines[arm] = rates(looks, batch_size, every=10)
+            marks = [(kill.killed - looks[0][0], "") for kill in killer.kills]
     results["killed_overhead_percent"] = 100 * (results["killed_seconds"] / results["none_seconds"] - 1)
     results["auc_lost_killed"] = results["none_test_auc"] - results["killed_test_auc"]
+    more = number(results["killed_overhead_percent"], 3)
+    title = f"{config.trainers} trainers: {results['killed_kills']} kills (dotted) take {more} % more time"
+    panels = {"examples/s, repeated ones included": lines}
+    plot(run.directory / "rates_of_pool.png", panels, "seconds", title, marks=marks)
     columns = {"seconds": "{}_seconds", "kills": "{}_kills", "test AUC": "{}_test_auc", "lost": "{}_examples_lost"}
     rest = {key: value for key, value in results.items() if "_seconds_" in key or "percent" in key}
     run.close(results, grid(results, "arm", ["none", "killed"], columns) + "\n\n" + listing(rest, {"A kill": [""]}))
@@ -292,6 +361,7 @@ def main(config: Config) -> dict:
     results |= found | overheads(rows, found) | modelled(config, rows, found) | bits(job, known, run.directory)
     results["kills"] = sum(len(killer.kills) for killer in killers.values())
     results["survivors_bit_identical"] = not any(killers[arm].survivors_changed for arm in SCHEMES)
+    draw(run, config, killers, results)
     run.close(results, table(results))
     return results
 

@@ -34,11 +34,14 @@ Criteo and 45 to 60 on 5M examples, on one core.
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from cpr_scalability import SETTINGS
-from main.cli import Run, command_line, grid, paired_interval
+from main.cli import Run, bars, command_line, grid, paired_interval
+from main.report import figures, scaled
 from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
@@ -92,6 +95,24 @@ def table(results: dict[str, Any]) -> str:
     return f"{base}\n{grid(results, 'scheme', list(SCHEMES), of_schemes)}"
 
 
+def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
+    """Title of the accuracy plot: schemes whose loss is settled below the margin, above it, or not settled."""
+    said = {"below it": True, "above it": False, "not settled": None}
+    of = {
+        words: [scheme for scheme in SCHEMES if results.get(f"non_inferior_{scheme}") is found]
+        for words, found in said.items()
+    }
+    each = "; ".join(f"{words} {', '.join(schemes)}" for words, schemes in of.items() if schemes)
+    return f"AUC lost to {failures} failures, beside a margin of {MARGIN} ({results['seeds']} seeds): {each}"
+
+
+def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None:
+    """Plot the accuracy lost by each scheme."""
+    label = "test AUC lost, 1e-5"
+    lost = {scheme: scaled(figures(results)[f"cpr_{scheme}_test_auc_loss"], 1e5) for scheme in SCHEMES}
+    bars(path, {label: {"": lost}}, finding_accuracy(results, failures), {label: {"margin": 1e5 * MARGIN}})
+
+
 def main(config: Config) -> dict:
     """Train the missing arms and return the contents of results.json."""
     examples, seeds = SIZES[config.preset]
@@ -107,6 +128,7 @@ def main(config: Config) -> dict:
             failures = failures_in_steps(placed, job.steps)
             run.log(job.run(scheme, seed, hours / costs.total_hours * job.steps, failures))
     results = accuracies(run.metrics())
+    draw_accuracy(run.directory / "accuracy.png", results, config.failures)
     run.close(results, table(results))
     return results
 

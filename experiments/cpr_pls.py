@@ -21,11 +21,13 @@ at regular saves. 5 seconds per run on a core.
 
 import dataclasses
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from cpr_scalability import SETTINGS
-from main.cli import Run, command_line, grid, paired_interval
+from main.cli import Run, command_line, grid, paired_interval, plot
+from main.report import figures, number, said
 from studies.cpr_work import NODES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
@@ -80,6 +82,29 @@ def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
     return results
 
 
+def finding(results: Mapping[str, Any], schemes: Sequence[str]) -> str:
+    """Title of the plot: slopes, and their differences from vanilla with intervals."""
+    found = figures(results)
+    slopes = ", ".join(f"{scheme} {number(results[f'{scheme}_slope'], 3)}" for scheme in schemes)
+    less = [f"{scheme} {said(found[f'{scheme}_slope_minus_vanilla'])}" for scheme in schemes
+            if f"{scheme}_slope_minus_vanilla" in found]  # fmt: skip
+    return f"AUC lost for a unit of PLS: {slopes}" + (f". Minus vanilla's: {', '.join(less)}" if less else "")
+
+
+def draw(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
+    """Plot loss over realised PLS, one point per run, with the fitted lines."""
+    base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
+    panels: dict[str, dict[str, tuple]] = {"test AUC lost": {}, "normalised entropy gained": {}}
+    for scheme in schemes:
+        mine = sorted((r for r in rows if r["scheme"] == scheme), key=lambda row: row["realized_pls"])
+        pls = np.array([row["realized_pls"] for row in mine])
+        for panel, name, sign, short in zip(panels, ("auc", "normalized_entropy"), (1, -1), ("", "_ne"), strict=True):
+            lost = [sign * (base[row["seed"]][f"test_{name}"] - row[f"test_{name}"]) for row in mine]
+            panels[panel][scheme] = pls, lost, results[f"{scheme}_slope{short}"] * pls
+    levels = {label: {"no failure": 0.0} for label in panels}
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", finding(results, schemes), levels=levels)
+
+
 def table(results: dict[str, Any], schemes) -> str:
     """Format the slopes of all schemes, in AUC and in normalised entropy."""
     tables = [f"Seeds: {results['seeds']}"]
@@ -111,6 +136,7 @@ def main(config: Config) -> dict:
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
     results = slopes_of(rows, config.schemes)
+    draw(run, rows, results, config.schemes)
     run.close(results, table(results, config.schemes))
     return results
 

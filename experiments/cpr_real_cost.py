@@ -33,14 +33,16 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from main.cli import Flags, Run, command_line, grid, listing
+from accelerator.measure import interval
+from main.cli import Figure, Flags, Run, bars, command_line, grid, listing
+from main.report import figures, said
 from studies import reference
 from tqdm import tqdm
 
@@ -276,6 +278,30 @@ def table(results: dict[str, Any]) -> str:
     return grid(results, "way", words, columns) + "\n\n" + listing(rest, groups)
 
 
+def finding(results: Mapping[str, Any]) -> str:
+    """Title of the plot."""
+    found = figures(results)
+    return (
+        f"Saving the most used rows takes {said(found['rows_over_fastest_orbax_save'])} of the time of Orbax's fastest "
+        f"full save; restoring one shard {said(found['one_shard_over_full_restore'])} of that of a full restore"
+    )
+
+
+def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> None:
+    """Plot the save time and the stall of each method: medians over the rounds, with intervals."""
+
+    def figure(key):
+        found = interval([row[key] for row in rows])
+        return Figure(found["median"], found["low"], found["high"])
+
+    names = [*ORBAX, "full", "full_blocking", "rows"]
+    series = {
+        words: {name.replace("_", " "): figure(f"{name}_{what}_s") for name in names}
+        for words, what in (("until saved", "save"), ("training waits", "stall"))
+    }
+    bars(run.directory / "saves.png", {"seconds": series}, finding(results))
+
+
 def main(config: Config) -> dict:
     """Run all methods in interleaved rounds and return the contents of results.json."""
     rounds = {"smoke": 1, "default": 5, "paper": 20}[config.preset]
@@ -305,6 +331,7 @@ def main(config: Config) -> dict:
             run.log(found)
     shutil.rmtree(directory)
     results |= {key: statistics.median(row[key] for row in rows) for key in rows[0]} | ratios(rows)
+    draw(run, rows, results)
     run.close(results, table(results))
     return results
 

@@ -26,12 +26,12 @@ of 0.49, 0.75, 0.86, 0.53 and missed the survival curve by 1.1, 1.7, 1.2, 4.4 % 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid
+from main.cli import Flags, Run, command_line, grid, plot
 from studies.failure_replay import replay_in_useful_time, replay_in_wall_time
 from studies.failure_traces import load_infinitehbd, load_lanl
 from tqdm import tqdm
@@ -129,6 +129,22 @@ def replayed(failures: Failures, costs: schedule.Costs, target_pls: float) -> di
     return found
 
 
+def finding(results: Mapping[str, Any]) -> str:
+    """Title of the plot."""
+    at = lambda line: results[f"linear_mtbf_64_nodes_{line}_percent_modelled"]
+    return (
+        f"Modelled, MTBF = c / nodes: with 64 nodes full recovery costs {at('full'):.1f} % of the useful time, "
+        f"CPR {at('partial'):.1f} %, and {at('partial_shard_load'):.2f} % where it loads the lost shard alone"
+    )
+
+
+def draw(path: Path, results: Mapping[str, Any]) -> None:
+    """Plot the equations over the number of nodes."""
+    of = lambda line: [results[f"linear_mtbf_{n}_nodes_{line}_percent_modelled"] for n in COUNTS]
+    lines = {line.replace("_", " "): (COUNTS, of(line)) for line in ("full", "partial", "partial_shard_load")}
+    plot(path, {"overhead, %": lines}, "nodes", finding(results), log_x=True)
+
+
 def table(results: dict[str, Any], traces: Iterable[str]) -> str:
     """Format equations against emulation, growth with the number of nodes, and the traces."""
     recovery = {f"{name.upper()}: {mode}": f"setting_{name}_{mode}" for name in SETTINGS for mode in MODES}
@@ -161,6 +177,7 @@ def main(config: Config) -> dict:
         found = replayed(failures, costs, config.target_pls)
         results[f"{name}_failures"] = len(failures.hours)
         results |= {f"{name}_all_nodes_{key}": value for key, value in found.items()}
+    draw(run.directory / "scaling.png", results)
     run.close(results, table(results, traces))
     return results
 

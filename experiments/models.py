@@ -10,11 +10,13 @@ says whether they do. Each run is train.py with defaults except for the model, t
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid, refuse, say
+from main.cli import Figure, Flags, Run, bars, command_line, grid, refuse, say
+from main.report import scaled
 from main.signals import stop_on_signals
 from sweep import MINUS, again_in, summary, trained_arms
 
@@ -64,6 +66,40 @@ def verdict(results: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
+def finding(results: Mapping[str, Any], models: Sequence[str]) -> str:
+    """Return the title of the plot: its finding, expected or not."""
+    best, seeds = results["best"], results["seeds"]
+    said_of = f"{best} has the best test AUC, {results[f'{best}_mean']:.4f}"
+    if "teacher_auc_mean" in results:
+        said_of += f", beside {results['teacher_auc_mean']:.4f} of the teacher"
+    if "shallow_below_deep" in results:
+        shallow = max((m for m in models if m in SHALLOW), key=lambda model: results[f"{model}_mean"])
+        is_below = "below" if results["shallow_below_deep"] else "not below"
+        said_of += f"; {shallow}, the best shallow one, is {is_below} {results['worst_deep']}, the worst deep one"
+    return f"{said_of}. Means over {seeds} seed{'s'[: seeds > 1]}"
+
+
+def minus_first(results: Mapping[str, Any], model: str) -> Figure:
+    """Return the difference of a model from the first, with its interval; 0 for the first itself.
+
+    >>> minus_first({"first": "lr", "fm_minus_first": 2.0, "fm_minus_first_half_width": 0.5}, "fm")
+    Figure(value=2.0, low=1.5, high=2.5)
+    """
+    value = results.get(MINUS.format(model), 0.0)
+    half = results.get(f"{MINUS.format(model)}_half_width")
+    return Figure(value) if half is None else Figure(value, value - half, value + half)
+
+
+def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
+    """Plot each model's difference from the first: bars of the AUCs themselves would all look equally long."""
+    first = results["first"]
+    label = f"test AUC minus that of {first}, 1e-4 (paired)"
+    over = {model: scaled(minus_first(results, model), 1e4) for model in models}
+    teacher = results.get("teacher_auc_mean")
+    above = None if teacher is None else 1e4 * (teacher - results[f"{first}_mean"])
+    bars(run.directory / "models.png", {label: {"": over}}, finding(results, models), {label: {"teacher": above}})
+
+
 def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
     wrong = [model for model in config.models if model not in SHALLOW + DEEP]
@@ -91,6 +127,7 @@ def main(config: Config) -> dict:
         first = found[config.models[0]]  # all have the same data
         if all("teacher_auc" in one for one in first):
             results["teacher_auc_mean"] = float(np.mean([one["teacher_auc"] for one in first]))
+        draw(run, results, config.models)
         columns = {"test AUC": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
         run.close(results, grid(results, "model", list(config.models), columns))
         if "shallow_below_deep" in results:

@@ -24,10 +24,11 @@ common there is little to save, yet the lists are still sent.
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid
+from main.cli import Flags, Run, command_line, grid, plot
 from studies.oac_turns import PipelineWay, compare, compiled, turns_of
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job
@@ -179,9 +180,32 @@ def main(config: Config) -> dict:
     results: dict[str, Any] = {"rounds": rounds, "link": "emulated"}
     for exponent in config.exponents:
         results |= measure(run, config, exponent, rounds, counted, least)
+    draw(run.directory / "link.png", config, results)
     points = {f"{e:g}, W = {w}": point(e, w) for e, w in itertools.product(config.exponents, config.windows)}
     run.close(results, grid(results, "exponent", points, {head: f"{key}_{{}}" for head, key in COLUMNS.items()}))
     return results
+
+
+def finding(config: Config, results: dict[str, Any]) -> str:
+    """Title of the plot."""
+    window = 8 if 8 in config.windows else max(config.windows)
+    saved = [results[f"link_bytes_saved_percent_{point(exponent, window)}"] for exponent in config.exponents]
+    return f"OAC's savings keep {min(saved):.0f} to {max(saved):.0f} % of all bytes off the link at W = {window}"
+
+
+def draw(path: Path, config: Config, results: dict[str, Any]) -> bool:
+    """Plot rows and bytes saved, and speed, over the window, one line per exponent."""
+    panels: dict[str, dict] = {}
+    for label, key in [
+        ("rows saved, % (counted)", "rows_saved_percent"),
+        ("rows an oracle saves, % (counted)", "oracle_rows_saved_percent"),
+        ("bytes saved, % (measured)", "link_bytes_saved_percent"),
+        ("rate with savings over async (link emulated)", "oac_skip_both_over_async"),
+    ]:
+        found = {e: [results.get(f"{key}_{point(e, window)}") for window in config.windows] for e in config.exponents}
+        if None not in itertools.chain(*found.values()):
+            panels[label] = {f"exponent {e:g}": (list(config.windows), values) for e, values in found.items()}
+    return plot(path, panels, "window W, batches", finding(config, results), log_x=True)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, refuse
+from main.cli import Flags, Run, command_line, grid, plot, refuse
 from studies.oac_turns import PipelineWay, compare, turns_of
 from studies.oac_work import turn
 from studies.turns import in_turns
@@ -257,6 +257,17 @@ def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[
     return results, recorder.history
 
 
+def draw(run: Run, histories: dict[str, list[dict]]) -> None:
+    """Plot validation MRR over epochs and over seconds."""
+    lines = lambda x: {mode: ([row[x] for row in h], [row["valid_mrr"] for row in h]) for mode, h in histories.items()}
+    best = {mode: max(row["valid_mrr"] for row in rows) for mode, rows in histories.items()}
+    found = "Best filtered MRR on the validation triples: " + ", ".join(
+        f"{mode} {mrr:.3f}" for mode, mrr in best.items()
+    )
+    plot(run.directory / "mrr_over_epochs.png", {"valid MRR, filtered": lines("epoch")}, "epochs", found)
+    plot(run.directory / "mrr_over_seconds.png", {"valid MRR, filtered": lines("train_seconds")}, "seconds", found)
+
+
 def main(config: Config) -> dict:
     """Train and rank in every mode and return the contents of results.json."""
     refuse({"--modes names no mode: give some of sync, semisync, async and oac.": not config.modes})
@@ -280,6 +291,7 @@ def main(config: Config) -> dict:
         results["oac_equals_sync"] = all(same) and results["test_mrr_oac"] == results["test_mrr_sync"]
     columns = {"examples/s": "examples_per_s_{}", "over sync": "{}_over_sync", "test MRR": "test_mrr_{}"}
     columns |= {f"hits at {n}": f"test_hits_at_{n}_{{}}" for n in (1, 3, 10)} | {"seconds": "train_seconds_{}"}
+    draw(run, histories)
     run.close(results, grid(results, "mode", config.modes, columns))
     return results
 

@@ -40,13 +40,14 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, refuse, rule_of_ray
-from main.report import figures, number
+from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray
+from main.report import Figure, figures, number, said
 from main.run_dir import cores
 from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
@@ -57,7 +58,7 @@ from jaxrec.cluster import Cluster
 
 REGIMES = {
     "balanced_link": "link as slow as compute", "link_link": "slower link", "compute_link": "faster link",
-    "no_link": "no link",
+    "no_link": "no link", "remote": "rows at servers",
 }  # fmt: skip
 BASIC = ("sync", "semisync", "async", "oac")
 WINDOWS = (2, 4, 8, 16)
@@ -278,10 +279,66 @@ def main(config: Config) -> dict:
             here = run, config, words, job, config.rounds or rounds, counted
             found, each = measure_at_servers(*here, cluster) if cluster else measure_point(*here)
             results, ways = results | found, ways | each
-        if "oac_over_sync_link_link" in results:  # a sweep and `--link none` have other regimes
-            draw_ratios(run.directory / "over_sync.png", results)
+        draw(run, results, {label: [way.name for way in each] for label, each in ways.items()})
         run.close(results, table(results, ways))
     return results
+
+
+def finding(results: Mapping[str, Any], ways: Mapping[str, list[str]]) -> str:
+    """Title of the plot of the modes: OAC over sync for each link, with the fastest window of a sweep."""
+    found = figures(results)
+    each = []
+    for label, names in ways.items():
+        of = {name: found[f"{name}_over_sync_{label}"] for name in names if re.fullmatch(r"oac(_window_\d+)?", name)}
+        best, figure = max(of.items(), key=lambda one: one[1].value)
+        window = best.removeprefix("oac").replace("_", " ")
+        each.append(f"{in_words(label)}{window and f',{window}'}: {said(figure)}")
+    return f"OAC has the results of sync. Its rate over that of sync, {'; '.join(each)}"
+
+
+def in_words(label: str) -> str:
+    """Readable name of a regime.
+
+    >>> in_words("link_link"), in_words("balanced_link_width_64"), in_words("remote")
+    ('slower link', 'link as slow as compute, width 64', 'rows at servers')
+    """
+    named = next(name for name in REGIMES if label.startswith(name))
+    more = label.removeprefix(named).replace("_", " ").strip()
+    return ", ".join(filter(None, (REGIMES[named], more)))
+
+
+def over_windows(found: Mapping[str, Figure], label: str, names: list[str]) -> dict[str, tuple]:
+    """{mode: (windows, rates)} of a window sweep."""
+    lines: dict[str, tuple[list, list]] = {}
+    for name in names:
+        mode, _, window = name.partition("_window_")
+        if window:
+            windows, rates = lines.setdefault(mode, ([], []))
+            windows.append(int(window))
+            rates.append(found[f"examples_per_s_{name}_{label}"])
+    return dict(lines)
+
+
+def draw(run: Run, results: Mapping[str, Any], ways: Mapping[str, list[str]]) -> None:
+    """Plot the rates of all ways, {label of a regime: names of its ways}; over the window if that is swept."""
+    found, title, path = figures(results), finding(results, ways), run.directory / "modes.png"
+    what = "over servers" if any(label.startswith("remote") for label in ways) else "link emulated"
+    unit = f"examples/s ({what})"
+    swept = {label: over_windows(found, label, names) for label, names in ways.items()}
+    if all(swept.values()):
+        panels = {f"{unit}, {in_words(label)}": lines for label, lines in swept.items()}
+        levels = {
+            panel: {"sync": results[f"examples_per_s_sync_{label}"]} for panel, label in zip(panels, swept, strict=True)
+        }
+        plot(path, panels, "window, batches", title, log_x=True, levels=levels)
+        return
+    series = {
+        in_words(label): {name.replace("_", " "): found[f"examples_per_s_{name}_{label}"] for name in names}
+        for label, names in ways.items()
+    }
+    bars(path, {unit: series}, title)
+    if "oac_over_sync_link_link" in results:  # a sweep and `--link none` have other regimes
+        draw_ratios(run.directory / "over_sync.png", results)
 
 
 def finding_over_sync(results: Mapping[str, Any]) -> str:
@@ -298,11 +355,11 @@ def draw_ratios(path: Path, results: Mapping[str, Any]) -> bool:
     """The README's plot: rates of all modes over sync, with and without a link."""
     found = figures(results)
     series = {
-        mode: {words: found[f"{mode}_over_sync_{label}"] for label, words in REGIMES.items()}
+        mode: {in_words(label): found[f"{mode}_over_sync_{label}"] for label in REGIMES if label != "remote"}
         for mode in ("semisync", "async", "oac")
     }
     label = "rate over that of sync (link emulated)"
-    return bars(path, label, series, finding_over_sync(results), ("sync", 1.0))
+    return bars(path, {label: series}, finding_over_sync(results), {label: {"sync": 1.0}})
 
 
 if __name__ == "__main__":

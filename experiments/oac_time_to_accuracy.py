@@ -24,13 +24,15 @@ timing.
 import dataclasses
 import itertools
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, paired_interval
+from main.cli import Flags, Run, command_line, grid, paired_interval, plot
+from main.report import number
 from studies.oac_turns import turns_of
 from studies.oac_work import EmulatedLink, turn
 from studies.reference import ratio
@@ -242,6 +244,39 @@ def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: flo
     return results
 
 
+def finding(results: Mapping[str, Any], arms: Sequence[str], exponent: float, what: str) -> str:
+    """Title of the plots: steps or seconds to the target of each arm.
+
+    >>> found = {"steps_to_target_sync_exponent_1.2": 380.0, "steps_to_target_async_exponent_1.2": None}
+    >>> finding(found, ["sync", "async"], 1.2, "steps_to_target")
+    "Zipf exponent 1.2, steps to sync's target: sync 380, async never in some seed"
+    """
+    each = {arm: results[f"{what}_{arm}_exponent_{exponent}"] for arm in arms}
+    show = lambda figure: "never in some seed" if figure is None else number(figure, 3)
+    said = ", ".join(f"{arm} {show(figure)}" for arm, figure in each.items())
+    return f"Zipf exponent {exponent}, {what.partition('_')[0]} to sync's target: {said}"
+
+
+def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exponent: float) -> None:
+    """Plot the curves of a skew over steps and modelled seconds: means over the seeds, up to where all have data."""
+    by_time: dict[str, tuple] = {}
+    by_step: dict[str, tuple] = {}
+    for arm in dict.fromkeys(key[1] for key in curves):
+        mine = [curve for key, curve in curves.items() if key[:2] == (exponent, arm)]
+        points = [[(row["step"], row["test_auc"]) for row in rows] for rows in zip(*mine, strict=False)]
+        steps, auc = zip(*np.mean(points, axis=1).tolist(), strict=True)
+        by_time[arm] = [1e-3 * results[f"step_ms_{arm}"] * step for step in steps], auc
+        by_step[arm] = steps, auc
+    in_seconds, in_steps = (
+        finding(results, list(by_step), exponent, what) for what in ("seconds_to_target_modelled", "steps_to_target")
+    )
+    for name, lines, x_label, title in (
+        ("seconds", by_time, "seconds, modelled (link emulated)", in_seconds), ("steps", by_step, "steps", in_steps),
+    ):  # fmt: skip
+        levels = {"test AUC": {"target": results[f"target_auc_exponent_{exponent}"]}}
+        plot(run.directory / f"auc_over_{name}.png", {"test AUC": lines}, x_label, title, levels=levels)
+
+
 def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
     """Train and log the arms missing in the run; sync first, as it sets the target of its seed."""
     for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
@@ -271,6 +306,7 @@ def main(config: Config) -> dict:
     curves = curves_of(run.metrics())
     results = quality_of(curves, seeds)
     results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
+    draw(run, curves, results, exponent)
     end = f"_{{}}_exponent_{exponent}"
     columns = {"AUC lost": f"auc_loss{end}", "steps to target": f"steps_to_target{end}", "step, ms": "step_ms_{}"}
     columns["seconds, modelled"] = f"seconds_to_target_modelled{end}"

@@ -28,7 +28,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, say
+import scipy.stats
+from main.cli import Figure, Flags, Run, bars, command_line, grid, paired_interval, refuse, say
+from main.report import figures, said, scaled
 from main.signals import Asked, Stopped, stop_on_signals
 from tqdm import tqdm
 
@@ -329,6 +331,42 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def finding(results: Mapping[str, Any]) -> str:
+    """Return the title of the plot: the first trained way beside the best possible and popularity."""
+    way = next(way for way in ORDER if f"{way}_mrr" in results)
+    recall = lambda name: results[f"{name}_recall_at_10"]
+    more = said(scaled(figures(results)[f"{way}_minus_popularity_recall_at_10"], 100))
+    return (
+        f"{way} ranks {recall(way):.1%} of the clicked items among its first 10, {recall(way) / recall('teacher'):.2f} "
+        f"of what is best possible, and {more} points more than popularity (paired). Seeds: {results['seeds']}"
+    )
+
+
+def draw(run: Run, results: Mapping[str, Any]) -> None:
+    """Plot recall and MRR of all ways, beside the best possible."""
+    ways = [way for way in ORDER if f"{way}_mrr" in results]
+    labels = {"recall@10": "recall_at_10", "recall@100": "recall_at_100", "MRR": "mrr"}
+    panels = {
+        label: {"": {way.replace("_", " "): over_seeds(results, way, metric) for way in ways}}
+        for label, metric in labels.items()
+    }
+    levels = {label: {"best possible": results[f"teacher_{metric}"]} for label, metric in labels.items()}
+    bars(run.directory / "retrieval.png", panels, finding(results), levels)
+
+
+def over_seeds(results: Mapping[str, Any], way: str, metric: str) -> Figure:
+    """Return a mean over seeds with its 95 % interval; a single seed has none.
+
+    >>> over_seeds({"seeds": 4, "oac_mrr": 0.5, "oac_deviation_mrr": 0.02}, "oac", "mrr").high.round(4)
+    np.float64(0.5318)
+    """
+    mean, deviation, n = results[f"{way}_{metric}"], results[f"{way}_deviation_{metric}"], results["seeds"]
+    if deviation is None:
+        return Figure(mean)
+    half = scipy.stats.t.ppf(0.975, n - 1) * deviation / n**0.5
+    return Figure(mean, mean - half, mean + half)
+
+
 def run_missing(config: Config, run: Run, size: Size, asked: Asked) -> None:
     """Train and log what the run does not hold yet."""
     done = {(row["seed"], row["way"]) for row in run.metrics()}
@@ -369,6 +407,7 @@ def main(config: Config) -> dict:
             raise Stopped(stopped.signal, again) from None
         seeds = range(config.seed, config.seed + size.seeds)
         results = summary([row for row in run.metrics() if row["seed"] in seeds])  # the run may hold more seeds
+        draw(run, results)
         run.close(results, table(results))
         return results
 

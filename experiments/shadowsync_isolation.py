@@ -15,10 +15,12 @@ no round was merged, as in most runs of the blocked shadow. The pace and the gap
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, command_line, grid
+from main.cli import Flags, Run, bars, command_line, grid
+from main.report import figures, said
 from studies.reference import Job, ratio
 from studies.shadow_work import RULES, TimedTrainer, trainer_turn
 from studies.turns import in_turns
@@ -82,12 +84,39 @@ def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     return results
 
 
+def rates_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """{way: rate over that without synchronisation, with interval}."""
+    ends = "_over_no_sync"
+    return {key.removesuffix(ends): each for key, each in figures(results).items() if key.endswith(ends)}
+
+
+def finding(results: Mapping[str, Any]) -> str:
+    """Title of the plot."""
+    rates = rates_of(results)
+    shadows = [each.value for way, each in rates.items() if way.startswith("shadow")]
+    return (
+        f"Beside a shadow training keeps {min(shadows):.2f} to {max(shadows):.2f} of its rate without "
+        f"sync, beside a blocked one {said(rates['blocked'])}, with sync in the foreground every "
+        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}"
+    )
+
+
+def draw(run: Run, results: Mapping[str, Any]) -> None:
+    """Plot rate and sync gap of each arm."""
+    words = lambda way: way.replace("_", " ")
+    rate, gap = "step rate over that without sync", "average sync gap, steps"
+    gaps = {words(way): results[f"average_sync_gap_{way}"] for way in rates_of(results)}
+    panels = {rate: {"": {words(way): each for way, each in rates_of(results).items()}}, gap: {"": gaps}}
+    bars(run.directory / "rates_and_gaps.png", panels, finding(results), {rate: {"no sync": 1.0}})
+
+
 def main(config: Config) -> dict:
     """Run all arms in interleaved rounds and return the contents of results.json."""
     run = Run("shadowsync_isolation", config, config.workdir)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results = {"regime": "free-running", "rule": config.rule} | rates_over_none(run_in_turns(config, run))
+    draw(run, results)
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
     run.close(results, grid(results, "way", synchronisers_of(config), columns))

@@ -35,9 +35,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,9 +46,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot, refuse, rule_of_ray
 from main.click_data import click_job, make_model
 from main.pools import SharedStream
+from main.report import figures, number, scaled
 from studies.pool_kills import click_stream, trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
@@ -327,6 +329,62 @@ def table(results: dict[str, Any]) -> str:
     return grid(results, "arm", rows, columns | {"gap": "average_sync_gap_{}", "spread": "spread_{}"})
 
 
+def changes(results: Mapping[str, Any], what: str) -> dict[int, dict[str, Any]]:
+    """{trainers: {arm: Figure}} of a figure such as auc_change, without the arm one_replica.
+
+    >>> changes({"auc_change_none_trainers_8": -0.5, "auc_change_one_replica_trainers_1": 0.0}, "auc_change")
+    {8: {'none': Figure(value=-0.5, low=None, high=None)}}
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, figure in figures(results).items():
+        match = re.fullmatch(rf"{what}_(.+)_trainers_(\d+)", key)
+        if match and match[1] != "one_replica":
+            found.setdefault(int(match[2]), {})[match[1]] = figure
+    return found
+
+
+def finding(results: Mapping[str, Any]) -> str:
+    """Title of the plots, for the largest number of trainers."""
+    n, arms = max(changes(results, "auc_change").items())
+    said = [f"without sync {number(arms['none'].value, 3)}"] if "none" in arms else []
+    for words, beginning in (("shadow", "s_"), ("in the foreground", "fr_")):
+        mine = {arm: figure.value for arm, figure in arms.items() if arm.startswith(beginning)}
+        if mine:
+            best = max(mine, key=mine.__getitem__)
+            said.append(f"with {best}, the best {words}, {number(mine[best], 3)}")
+    return f"{n} trainers, {results['seeds']} seeds, test AUC over that of one replica: {', '.join(said)}"
+
+
+def draw(run: Run, results: dict[str, Any]) -> None:
+    """Plot the changes of AUC and normalised entropy of all arms; and per rule over several numbers of trainers."""
+    auc, entropy = "change of test AUC, 1e-4", "relative change of NE, %"
+    found = {auc: changes(results, "auc_change"), entropy: changes(results, "relative_ne_percent")}
+    found[auc] = {n: {arm: scaled(each, 1e4) for arm, each in arms.items()} for n, arms in found[auc].items()}
+    over = changes(results, "auc_over_foreground")
+    title, most = finding(results), max(found[auc])
+    panels = {label: {"": of[most]} for label, of in found.items()}
+    levels = {auc: {"one replica": 0.0}, entropy: {"one replica": 0.0}}
+    if over:
+        label = "test AUC minus that of the best foreground of the rule, 1e-4"
+        panels[label] = {"": {arm: scaled(each, 1e4) for arm, each in over[most].items()}}
+        levels[label] = {"margin": -1e4 * MARGIN}
+    bars(run.directory / "quality.png", panels, title, levels)
+    if len(found[auc]) > 1:
+        lines: dict[str, dict[str, tuple]] = {}
+        for rule in FORMS:
+            of_rule = lambda arm, rule=rule: arm in ("none", "all_reduce") or rule_of(arm) == rule
+            arms = [arm for arm in found[auc][most] if of_rule(arm)]
+            lines[f"{rule}: {auc}"] = {arm: curve(found[auc], arm) for arm in arms}
+        levels = {label: {"one replica": 0.0} for label in lines}
+        plot(run.directory / "quality_over_trainers.png", lines, "trainers", title, True, levels=levels)
+
+
+def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]:
+    """Figures of an arm over the number of trainers: (numbers, figures)."""
+    numbers = [n for n in sorted(found) if arm in found[n]]
+    return numbers, [found[n][arm] for n in numbers]
+
+
 def check(config: Config, size: Size) -> None:
     """Refuse unknown arms and inconsistent flags."""
     for arm in size.arms:
@@ -387,6 +445,7 @@ def main(config: Config) -> dict:
         for key in tqdm(todo, unit="arm", disable=None):
             run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
     results = results_of_arms(run.metrics())
+    draw(run, results)
     run.close(results, table(results))
     return results
 

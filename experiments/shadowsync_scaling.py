@@ -40,13 +40,15 @@ a shadow's is an outcome.
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from main.cli import Flags, Run, command_line, grid, listing, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, grid, listing, plot, refuse, rule_of_ray
+from main.report import figures, said
 from studies.pool_work import measured_processes
 from studies.reference import Job, ratio, reference_work
 from studies.shadow_protocol import WAYS, Point, emulate, simulate
@@ -56,6 +58,7 @@ from studies.turns import in_turns
 from tqdm import tqdm
 
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer, so that two cores can wake 64 of them
+KINDS = {"emulated_sleep": "Emulated, with trainers that sleep", "simulated": "Simulated"}
 LINES = [("s_easgd", 2), ("s_easgd", 4), ("fr_easgd_5", 2), ("fr_easgd_5", 4), ("fr_easgd_30", 2), ("s_ma", 0)]
 
 
@@ -178,9 +181,70 @@ def flat(kind: str, rows: dict[Point, dict]) -> dict[str, float]:
     return results
 
 
+def lines(rows: dict[Point, dict], figure: str) -> dict[str, tuple]:
+    """{line: (trainers, values)} of a plot."""
+    found: dict[str, tuple[list, list]] = {}
+    for point, row in rows.items():
+        name = f"{point.way}, {point.servers} servers" if point.servers else point.way
+        for values, value in zip(found.setdefault(name, ([], [])), (point.trainers, row[figure]), strict=True):
+            values.append(value)
+    return dict(found)
+
+
 def largest_error(emulated: dict[Point, dict], simulated: dict[Point, dict], figure: str) -> float:
     """Largest relative difference over the points that both have."""
     return max(abs(simulated[p][figure] / emulated[p][figure] - 1) for p in emulated if p in simulated)
+
+
+def finding(results: Mapping[str, Any], kind: str) -> str:
+    """Title of the plot of a part."""
+    rates = [results[f"{kind}_flattens_at_trainers_fr_easgd_5_servers_{n}"] for n in (2, 4)]
+    gap = re.compile(rf"{kind}_average_sync_gap_s_easgd_trainers_(\d+)_servers_2")
+    gaps = {int(found[1]): results[key] for key in results if (found := gap.fullmatch(key))}
+    return (
+        f"{KINDS[kind]}: FR-EASGD-5 gets to the rate of {rates[0]:.1f} trainers with 2 servers, and of {rates[1]:.1f} "
+        f"with 4. In the background the sync gap is {gaps[max(gaps)]:.1f} steps with {max(gaps)} trainers"
+    )
+
+
+def finding_measured(results: Mapping[str, Any]) -> str:
+    """Title of the plot of the measured trainers."""
+    efficiency = efficiencies(results)
+    n, ways = next(reversed(efficiency.items()))
+    best = max((way for way in ways if way != "none"), key=lambda way: ways[way].value)
+    beside = f"; those that do not synchronise {said(ways['none'])}" if "none" in ways else ""
+    return f"Measured: {n} trainers with {best} reach {said(ways[best])} of {n} times the rate of one{beside}"
+
+
+def efficiencies(results: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Rates of n trainers over n times that of one: {n: {way: Figure}}, n ascending.
+
+    >>> efficiencies({"measured_efficiency_s_ma-delta_trainers_2": 0.8})
+    {2: {'s_ma-delta': Figure(value=0.8, low=None, high=None)}}
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for key, figure in figures(results).items():
+        if match := re.fullmatch(r"measured(?:_processes)?_efficiency_(.+)_trainers_(\d+)", key):
+            found.setdefault(int(match[2]), {})[match[1]] = figure
+    return dict(sorted(found.items()))
+
+
+def draw(run: Run, results: dict[str, Any], kind: str, rows: dict[Point, dict]) -> None:
+    """Plot rate and sync gap over the trainers, with the ideal of trainers that never wait."""
+    ideal = {point.trainers: row["examples_per_s"] / row["of_ideal"] for point, row in rows.items()}
+    panels = {
+        "examples/s": lines(rows, "examples_per_s") | {"ideal": (list(ideal), list(ideal.values()))},
+        "average sync gap, steps": lines(rows, "average_sync_gap"),
+    }
+    plot(run.directory / f"{kind}.png", panels, "trainers", finding(results, kind), log_x=True, log_y=True)
+
+
+def draw_measured(run: Run, results: dict[str, Any]) -> None:
+    """Plot the efficiency of each arm."""
+    label = "measured rate, over so many times that of one trainer"
+    series = {f"{n} trainers": ways for n, ways in efficiencies(results).items()}
+    if series:
+        bars(run.directory / "measured.png", {label: series}, finding_measured(results), {label: {"no cost": 1.0}})
 
 
 def table(results: Mapping[str, Any], points: Iterable[Point]) -> str:
@@ -209,6 +273,7 @@ def main(config: Config) -> dict:
     if config.where == "processes":
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
         results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
+        draw_measured(run, results)
         run.close(results)
         return results
     results |= measured(config, run)
@@ -225,6 +290,9 @@ def main(config: Config) -> dict:
     results |= flat("emulated_sleep", emulated) | flat("simulated", simulated)
     for figure, name in (("examples_per_s", ""), ("average_sync_gap", "_sync_gap")):
         results[f"simulated_over_emulated_sleep{name}_error_max"] = largest_error(emulated, simulated, figure)
+    for kind, rows in (("emulated_sleep", emulated), ("simulated", simulated)):
+        draw(run, results, kind, rows)
+    draw_measured(run, results)
     run.close(results, table(results, common + more))
     return results
 

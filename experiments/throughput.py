@@ -19,11 +19,13 @@ with `--against torch`, two cores; figures in docs/measured.md.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 from accelerator.measure import last_line
-from main.cli import Flags, Run, command_line, grid, listing, say
+from main.cli import Figure, Flags, Run, bars, command_line, grid, listing, plot, say
+from main.report import figures, number, said
 from studies.reference import Job, ratio
 from studies.sides import Failed, JaxSide, Side, TorchSide
 from studies.turns import in_turns
@@ -127,6 +129,52 @@ def table(config: Config, results: dict[str, Any]) -> str:
     return grid(results, field, {f"{value:,}": str(value) for value in values}, columns)
 
 
+def peers_of(results: Mapping[str, Any], end: str = "") -> dict[str, Figure]:
+    """{side: its time over that of jaxrec}, for all sides measured.
+
+    >>> peers_of({"jaxrec_over_torch_unique": 1.26, "jaxrec_over_torch": 1.26, "step_ms": 60.0})
+    {'torch_unique': Figure(value=1.26, low=None, high=None)}
+    """
+    found = {key: each for key, each in figures(results).items() if key.endswith(end)}
+    beginning = "jaxrec_over_"
+    names = [key.removesuffix(end) for key in found if key.startswith(beginning)]
+    # `torch` repeats the fastest variant.
+    return {name.removeprefix(beginning): found[name + end] for name in names if name != f"{beginning}torch"}
+
+
+def finding(results: Mapping[str, Any], end: str = "") -> str:
+    """Title of the plot of one configuration; `end` is the suffix of its keys in a sweep."""
+    step, parts = (results[f"{key}{end}"] for key in ("step_ms", "plan_read_put_share_of_step"))
+    peers = peers_of(results, end)
+    said_of = f"A step takes {number(step, 3)} ms; its plan, read and put, each waited for, {parts:.1%} of that"
+    if not peers:
+        return said_of
+    name = min(peers, key=lambda one: peers[one].value)
+    return f"{said_of}. {name}, the fastest beside it, takes {said(peers[name])} times as long"
+
+
+def draw(run: Run, config: Config, results: Mapping[str, Any]) -> None:
+    """Plot the parts of a step and the times of other sides; for a sweep the rates over the swept parameter."""
+    path, ratio_of = run.directory / "throughput.png", "its time over that of jaxrec"
+    if config.sweep == "none":
+        parts = {part: results[f"{part}_ms"] for part in STEP_PARTS}
+        parts |= {"whole step": results["step_ms"], "its matrix products": results["gemm_ms"]}
+        panels: dict[str, dict[str, dict[str, Any]]] = {"ms": {"": parts}}
+        if peers := peers_of(results):
+            panels[ratio_of] = {"": {name.replace("_", " "): each for name, each in peers.items()}}
+        bars(path, panels, finding(results), {ratio_of: {"jaxrec": 1.0}})
+        return
+    field, values = SWEEPS[config.sweep]
+    of = lambda key: [results[f"{key}_at_{field}_{value}"] for value in values]
+    lines: dict[str, dict[str, tuple]] = {"examples/s": {"jaxrec": (values, of("examples_per_s"))}}
+    last = f"_at_{field}_{values[-1]}"
+    if names := list(peers_of(results, last)):
+        each = {value: peers_of(results, f"_at_{field}_{value}") for value in values}
+        lines[ratio_of] = {name: (values, [each[v].get(name, Figure(None)) for v in values]) for name in names}
+    title = f"{field.replace('_', ' ')} {values[-1]:,}: {finding(results, last)}"
+    plot(path, lines, field.replace("_", " "), title, log_x=True, levels={ratio_of: {"jaxrec": 1.0}})
+
+
 def main(config: Config) -> dict:
     """Run one configuration or a sweep and return the contents of results.json."""
     run = Run("throughput", config, config.workdir)
@@ -145,6 +193,7 @@ def main(config: Config) -> dict:
             row = measure_sides(dataclasses.replace(config, **changed), rounds, steps)
             run.log({field: value} | row)
             results |= {f"{key}_at_{field}_{value}": row[key] for key in row}
+    draw(run, config, results)
     run.close(results, table(config, results))
     return results
 

@@ -207,6 +207,7 @@ def test_the_experiment_says_what_is_modelled_and_what_emulated(tmp_path):
     assert overheads and all("modelled" in key or "emulated" in key for key in overheads)
     assert found["infinitehbd_like_all_nodes_full_percent_emulated"] > 10
     assert found["infinitehbd_like_all_nodes_partial_percent_emulated"] < 1
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

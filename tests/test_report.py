@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from main.plots import FILLS, apart, plot
-from main.report import figures, grid, listing
+from main.plots import FILLS, apart, bars, plot, stacked_bars
+from main.report import Figure, figures, grid, listing
 
 NAMES = st.from_regex(r"[a-z]{2,5}(_[a-z]{2,5}){0,2}", fullmatch=True)
 NUMBERS = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)
@@ -79,6 +79,12 @@ def test_labels_move_apart_and_no_further_than_they_must(places, least):
         assert moved == pytest.approx(places)
 
 
+def test_names_of_modes_become_bars_and_no_line(tmp_path):
+    assert plot(tmp_path / "a.png", {"rate": {"link": (["sync", "oac"], [1.0, 2.0])}}, "mode", "Found")
+    assert bars(tmp_path / "b.png", {"rate": {"link": {"sync": 1.0, "oac": Figure(2.0)}}}, "Found")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
 def test_fills_are_told_apart_without_colours():
     light = sorted(sum(w * int(c[i : i + 2], 16) for w, i in ((0.3, 1), (0.59, 3), (0.11, 5))) / 255 for c in FILLS[:4])
     assert min(np.diff(light)) > 0.15
@@ -86,8 +92,10 @@ def test_fills_are_told_apart_without_colours():
 
 def test_pictures_are_drawn_of_whatever_a_run_has(tmp_path):
     nothing = {"y": {"line": ([1, 2], [None, math.nan]), "other": ([1], [2.0])}}
-    assert plot(tmp_path / "a.png", nothing, "x", "A sentence " * 30)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert plot(tmp_path / "a.png", nothing, "x", "A sentence " * 30, log_x=True)
+    assert bars(tmp_path / "b.png", {"y": {"": {"a": None, "b": Figure(-1.0, -2.0, 0.5)}}})
+    assert stacked_bars(tmp_path / "c.png", {"a": {"save": 1.0, "none": 0.0}, "b": {"save": 0.0, "none": 0.0}}, "y")
+    assert all((tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in "abc")
 
 
 def test_without_matplotlib_there_is_no_picture_and_no_error(tmp_path, monkeypatch):

@@ -90,5 +90,6 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert shadow > 1.1 * foreground and found[f"simulated_average_sync_gap_s_easgd_{many}"] > 1.5
     for kind in ("emulated_sleep", "simulated"):
         assert found[f"{kind}_examples_per_s_s_easgd_{many}"] > 0
+        assert (tmp_path / f"{kind}.png").stat().st_size > 10_000
     assert found["simulated_over_emulated_sleep_error_max"] > 0
     assert {row["kind"] for row in logged(tmp_path)} == {"measured", "emulated_sleep", "simulated"}

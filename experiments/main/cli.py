@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
 
-from main.plots import bars, plot
+from main.plots import bars, plot, stacked_bars
 from main.report import Figure, grid, listing
 from main.run_dir import Run
 from main.signals import Stopped, leave, say
@@ -36,6 +36,7 @@ __all__ = [
     "refuse_small",
     "rule_of_ray",
     "say",
+    "stacked_bars",
     "unread",
 ]
 

@@ -1,14 +1,16 @@
 """Plots whose titles state the finding, with labels beside the lines; and the table and the curves of train.py.
 
-Colours differ in lightness and lines in their dashes, so that a monochrome print is readable.
+Cases are compared by bars with intervals, never by a line through them. Colours differ in lightness and lines in their
+dashes, so that a monochrome print is readable.
 """
 
 import itertools
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,42 +23,66 @@ _LINES = ("#08306b", "#d94801", "#238b45", "#6a51a3", "#a50f15", "#525252")
 _STROKES = ("-", "--", "-.", ":")
 # Distinct in lightness, not in hue alone.
 FILLS = ("#08306b", "#e6550d", "#74c476", "#dadaeb")
+_HATCHES = ("", "////", "xxxx")  # for the series after the last fill
 
 MOST_WORDS = 5  # most marks that are labelled
 
 _WIDTH = 7.2  # inches at 120 dpi: in a column of 600 pixels, letters of 8 points are nine pixels high
-_LEVEL = (0, (4, 2, 1, 2))  # dashes and gaps, in points
+_LONG = 24  # letters of two line names together
+_CHOSEN = 30  # most values on an axis that count as chosen, not measured
+_LEVEL, _GAPS = (0, (4, 2, 1, 2)), (0, (3, 6))  # dashes and gaps, in points
 _INTERVALS = "_intervals"
 
 
 def plot(
-    path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "",
-    marks: Sequence[tuple[float, str]] = (), levels: Mapping[str, Mapping[str, float | None]] | None = None,
+    path: Path, panels: Mapping[str, Mapping[str, tuple]], x_label: str, title: str = "", log_x: bool = False,
+    marks: Sequence[tuple[float, str]] = (), log_y: bool = False,
+    levels: Mapping[str, Mapping[str, float | None]] | None = None,
 ) -> bool:  # fmt: skip
-    """Plot one panel per metric, {y_label: {line: (xs, ys)}}.
+    """Plot one panel per metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs make bars.
 
     Args:
-      panels: values of None are left out, and a Figure shows its interval.
+      panels: values of None are left out, and a Figure shows its interval; (xs, ys, fitted) draws points at ys and a
+        line through `fitted`.
       x_label: with its unit.
       title: finding of the plot, in a sentence.
-      marks: (x, words) of events: a dotted line through each panel.
-      levels: {y_label: {words: y}} of reference levels, such as a target; None for those that there are not.
+      log_x: whether the x axis is logarithmic, with ticks at the xs.
+      marks: (x, words) of events: a dotted line through each panel of lines.
+      log_y: whether the y axes are logarithmic.
+      levels: {y_label: {words: y}} of reference levels, such as a target or an ideal.
 
     Returns:
       Whether the plot was written; False without matplotlib, or if the disk is full.
     """
+    if any(isinstance(x, str) for lines in panels.values() for xs, *_ in lines.values() for x in xs):
+        named = {
+            label: {line: dict(zip(xs, ys, strict=True)) for line, (xs, ys) in lines.items()}
+            for label, lines in panels.items()
+        }
+        return bars(path, named, title, levels)
+
     columns = 1 if len(panels) <= 3 else 2
     heights = [3.8] if len(panels) == 1 else [2.6] * -(-len(panels) // columns)
 
     def fill(axes):
         for axis, (y_label, lines) in zip(axes, panels.items(), strict=True):
-            for place, (name, points) in enumerate(lines.items()):
-                _line(axis, name, place, *points)
-            for words, y in (levels or {}).get(y_label, {}).items():
-                if y is not None:
-                    axis.axhline(y, color="black", linewidth=1, linestyle=_LEVEL, label=words)
+            _lines(axis, lines)
+            for words, y in _drawn((levels or {}).get(y_label)):
+                axis.axhline(y, color="black", linewidth=1, linestyle=_LEVEL, label=words)
             _marks(axis, marks)
             axis.set(xlabel=x_label, ylabel=textwrap.fill(y_label, round(13 * (heights[0] - 0.6))))
+            above = [
+                {float(v) for points in lines.values() for v in map(_value, points[of]) if v is not None and v > 0}
+                for of in (0, 1)
+            ]
+            if log_y and above[1]:
+                axis.set_yscale("log")
+            if log_x and above[0]:
+                axis.set_xscale("log")
+                if len(above[0]) <= _CHOSEN:  # such as numbers of nodes; measured values get round ticks
+                    at = ticks(above[0])
+                    axis.set_xticks(at, [f"{x:.4g}" if x == round(x) else f"{x:.2g}" for x in at])
+                    axis.minorticks_off()
             _shorten(axis)
             axis.grid(alpha=0.3)
         return [(axis, _label_ends(axis)) for axis in axes]
@@ -65,59 +91,116 @@ def plot(
 
 
 def bars(
-    path: Path, x_label: str, series: Mapping[str, Mapping[str, Figure]], title: str, level: tuple[str, float]
-) -> bool:
-    """Plot {series: {case: figure above 0}} as bars with intervals, beside a level (words, x); returns as `plot`."""
-    cases = list(next(iter(series.values())))
-    width, (words, x) = 0.8 / len(series), level
+    path: Path, panels: Mapping[str, Mapping[str, Mapping[str, Any]]], title: str = "",
+    levels: Mapping[str, Mapping[str, float | None]] | None = None,
+) -> bool:  # fmt: skip
+    """Plot {x_label: {series: {case: value or Figure}}} as bars with intervals and values; the rest as `plot`."""
 
     def fill(axes):
-        (axis,) = axes
-        for nth, (name, values) in enumerate(series.items()):
-            for place, figure in enumerate(values.values(), 1):
-                _bar(axis, name, figure, place - 1.4 + (nth + 0.5) * width, width, FILLS[nth % len(FILLS)])
-        axis.set_yticks(range(len(cases)), cases)
-        axis.axvline(x, color="white", linewidth=2.5, label="_light")  # visible on bars of any lightness
-        axis.axvline(x, color="black", linewidth=1, linestyle=_LEVEL, label="_level")
-        axis.annotate(words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center")
-        axis.invert_yaxis()
-        axis.margins(x=0.16)  # for the values after the bars
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_xlabel(x_label)
-        names = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-        axis.legend(  # above the axes, away from the bars, and above the words of the level
-            names.values(), names, frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1),
-            borderaxespad=1.8,
-        )  # fmt: skip
+        for axis, (x_label, series) in zip(axes, panels.items(), strict=True):
+            cases = list(dict.fromkeys(case for each in series.values() for case in each))
+            for place, (name, values) in enumerate(series.items()):
+                _bars(axis, cases, values, name, place, 0.8 / len(series))
+            axis.set_yticks(range(len(cases)), cases)
+            held = _drawn((levels or {}).get(x_label))
+            for words, x in held:
+                axis.axvline(x, color="white", linewidth=2.5, label="_light")  # visible on bars of any lightness
+                axis.axvline(x, color="black", linewidth=1, linestyle=_LEVEL, label="_level")
+                axis.annotate(
+                    words, (x, 1), (0, 2), ("data", "axes fraction"), "offset points", fontsize=8, ha="center"
+                )
+            _finish_bars(axis, x_label, len(series) > 1, bool(held))
         return []
 
-    return _draw(path, 1, [0.9 + 0.21 * len(cases) * len(series)], 1, title, fill)
+    most = [len(set().union(*series.values())) * len(series) for series in panels.values()]
+    return _draw(path, len(panels), [0.9 + 0.21 * number for number in most], 1, title, fill)
 
 
-def _bar(axis, name, figure, place, width, colour):
-    axis.barh(place, figure.value, width, color=colour, edgecolor="white", label=name)
-    if figure.low is not None:
-        # A dark line on a light one is visible on bars of any lightness.
-        axis.plot([figure.low, figure.high], [place] * 2, color="white", linewidth=3, label="_")
-        axis.plot([figure.low, figure.high], [place] * 2, color="black", linewidth=1, marker="|", label=_INTERVALS)
-    light = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps the level from crossing the digits
-    axis.annotate(
-        number(figure.value, 3), (figure.high or figure.value, place), (4, 0), textcoords="offset points", fontsize=8,
-        va="center", bbox=light,
-    )  # fmt: skip
+def stacked_bars(path: Path, stacks: Mapping[str, Mapping[str, float]], x_label: str, title: str = "") -> bool:
+    """Plot {case: {part: length}} as stacked bars with their sums; parts that are zero everywhere are left out."""
+
+    def fill(axes):
+        at, left = np.arange(len(stacks)), np.zeros(len(stacks))
+        parts = [part for part in next(iter(stacks.values())) if any(each[part] for each in stacks.values())]
+        for (hatch, colour), part in zip(itertools.product(_HATCHES, FILLS), parts, strict=False):
+            lengths = np.array([each[part] for each in stacks.values()])
+            axes[0].barh(
+                at, lengths, 0.7, left, color=colour, hatch=hatch, edgecolor="white", label=part.replace("_", " ")
+            )
+            left += lengths
+        for place, total in zip(at, left, strict=True):
+            _say_value(axes[0], total, total, place)
+        axes[0].set_yticks(at, list(stacks))
+        _finish_bars(axes[0], x_label, True, False)
+        return []
+
+    return _draw(path, 1, [0.9 + 0.32 * len(stacks)], 1, title, fill)
 
 
-def _line(axis, name, place, xs, ys):
-    found = [y if isinstance(y, Figure) else Figure(y) for y in ys]
-    colour, marker = _LINES[place % len(_LINES)], "o^sDvX"[place % 6] if len(xs) < 15 else None
-    ends = [(x, y.low, y.high) for x, y in zip(xs, found, strict=True) if y.low is not None]
-    if ends:
-        axis.vlines(*zip(*ends, strict=True), color=colour, linewidth=1, label=_INTERVALS)
-        axis.update_datalim([(x, y) for x, *both in ends for y in both])
-    axis.plot(
-        xs, np.array([y.value for y in found], float), linestyle=_STROKES[place % len(_STROKES)], color=colour,
-        marker=marker, markersize=3, label=name,
-    )  # fmt: skip
+def ticks(xs: Iterable[float], most: int = 12) -> list[float]:
+    """Return some of these numbers, from the least to the largest, whose labels fit on a logarithmic axis.
+
+    >>> ticks([1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64])
+    [1, 2, 4, 8, 12, 20, 32, 64]
+    """
+    *others, last = sorted(xs)
+    kept: list[float] = []
+    least = (last / others[0]) ** (1 / most) if others else 1.0
+    for x in others:
+        if (not kept or x >= least * kept[-1]) and last >= least * x:
+            kept.append(x)
+    return [*kept, last]
+
+
+def identical(lines: Mapping[str, tuple]) -> dict[str, str]:
+    """Return {line: earlier line with the same points, which it would hide}.
+
+    >>> identical({"sync": ([1, 2], [0.5, 0.6]), "async": ([1, 2], [0.5, 0.7]), "oac": ((1, 2), (0.5, 0.6))})
+    {'oac': 'sync'}
+    """
+    first: dict[tuple, str] = {}
+    found = {name: first.setdefault(tuple(map(tuple, points)), name) for name, points in lines.items()}
+    return {name: other for name, other in found.items() if name != other}
+
+
+def _drawn(levels):
+    return [(words, value) for words, value in (levels or {}).items() if value is not None]
+
+
+def _figure(value):
+    return value if isinstance(value, Figure) else Figure(value)
+
+
+def _value(value):
+    return _figure(value).value
+
+
+def _lines(axis, lines):
+    from matplotlib.transforms import ScaledTranslation
+
+    same = identical(lines)
+    for place, (name, (xs, ys, *fitted)) in enumerate(lines.items()):
+        colour, stroke = _LINES[place % len(_LINES)], cast(Any, _STROKES[place % len(_STROKES)])
+        marker = "o^sDvX"[place % 6] if len(xs) < 15 or fitted else None
+        found = [_figure(y) for y in ys]
+        seen = np.array([y.value for y in found], float)
+        if fitted:
+            axis.plot(xs, seen, color=colour, marker=marker, markersize=4, linestyle="none", label="_points")
+            seen, marker = np.array(fitted[0]), None
+        ends = [(x, y.low, y.high) for x, y in zip(xs, found, strict=True) if y.low is not None]
+        if ends:
+            # Intervals of several lines at one x are two points apart.
+            beside = ScaledTranslation((2 * place - len(lines) + 1) / 72, 0, axis.figure.dpi_scale_trans)
+            axis.vlines(
+                *zip(*ends, strict=True), color=colour, linewidth=1, label=_INTERVALS, transform=axis.transData + beside
+            )
+            axis.update_datalim([(x, y) for x, *both in ends for y in both])
+        if name in same:  # with gaps, through which the other line shows
+            stroke, marker = _GAPS, None
+        label = name
+        if name in same:  # long names leave no room for the lines
+            label += f", identical to {same[name]}" if len(name + same[name]) < _LONG else ", identical"
+        axis.plot(xs, seen, linestyle=stroke, color=colour, marker=marker, markersize=3, label=label)
 
 
 def _shorten(axis):
@@ -125,7 +208,7 @@ def _shorten(axis):
     from matplotlib.ticker import EngFormatter
 
     for one, (_, end) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
-        if end >= 10_000:
+        if one.get_scale() == "linear" and end >= 10_000:
             one.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -179,6 +262,48 @@ def apart(places: Sequence[float], least: float) -> list[float]:
     return [moved[at] + order.index(at) * least for at in range(len(places))]
 
 
+def _bars(axis, cases, values, name, number, width):
+    for case, value in values.items():
+        figure = _figure(value)
+        place = cases.index(case) - 0.4 + (number + 0.5) * width
+        if figure.value is None:
+            _say_value(axis, None, 0, place)
+            continue
+        colour = FILLS[number % len(FILLS)]
+        axis.barh(place, figure.value, width, color=colour, edgecolor="white", label=name)
+        end, outer = figure.value, max if figure.value >= 0 else min
+        if figure.low is not None:
+            # A dark line on a light one is visible on bars of any lightness.
+            axis.plot([figure.low, figure.high], [place] * 2, color="white", linewidth=3, label="_")
+            axis.plot([figure.low, figure.high], [place] * 2, color="black", linewidth=1, marker="|", label=_INTERVALS)
+            end = outer(figure.low, cast(float, figure.high))
+        _say_value(axis, figure.value, end, place)
+
+
+def _say_value(axis, value, end, place):
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # keeps levels from crossing the digits
+    left = end < 0
+    axis.annotate(
+        "-" if value is None else number(float(value), 3), (end, place), (-4 if left else 4, 0),
+        textcoords="offset points", fontsize=8, va="center", ha="right" if left else "left", bbox=behind,
+    )  # fmt: skip
+
+
+def _finish_bars(axis, x_label, legend, below_words):
+    axis.invert_yaxis()
+    axis.margins(x=0.16)  # for the values after the bars
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_xlabel(x_label)
+    _shorten(axis)
+    names = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    if legend:  # above the axes, away from the bars, and above the words of levels
+        columns = min(4, max(1, round(70 / (6 + max(map(len, names))))))
+        axis.legend(
+            names.values(), names, frameon=False, fontsize=8, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1),
+            borderaxespad=1.8 if below_words else 0.5,
+        )  # fmt: skip
+
+
 def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title: str, fill: Callable) -> bool:
     """Draw panels in rows of these heights, in inches: side by side they would be too small for a column of text."""
     try:
@@ -198,7 +323,7 @@ def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title
             label.set_fontsize(9)
     if title:
         picture.suptitle("\n".join(words), x=0.01, ha="left", fontsize=10)
-    if any(drawn.get_label() == _INTERVALS for axis in axes for drawn in (*axis.lines, *axis.collections)):
+    if any(_has_intervals(axis) for axis in axes):
         picture.supxlabel("Thin lines at values: 95 % intervals", x=0.99, ha="right", fontsize=7)
     picture.draw_without_rendering()  # fixes the layout of the axes
     for axis, labels in to_spread:
@@ -210,6 +335,10 @@ def _draw(path: Path, panels: int, heights: Sequence[float], columns: int, title
         say(f"{error}: {path.name} is not drawn", sys.stderr)  # no reason to lose the results
         return False
     return True
+
+
+def _has_intervals(axis):
+    return any(drawn.get_label() == _INTERVALS for drawn in (*axis.lines, *axis.collections))
 
 
 # A run of train.py: its table, and its curves of learning, speed and techniques.
