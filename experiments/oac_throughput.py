@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, refuse, rule_of_ray, unread
 from main.report import figures, number
 from main.run_dir import cores
 from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
@@ -233,10 +233,9 @@ def cluster_apart(server_cores: int) -> Iterator[Cluster]:
 def check(config: Config) -> None:
     """Refuse inconsistent flags."""
     remote = config.link == "remote"
-    refuse({
-        f"{flag} {value} is of --link remote: add that, or leave it out.": value is not None and not remote
-        for flag, value in (("--servers", config.servers), ("--server-cores", config.server_cores))
-    } | {
+    read_by: dict[str, tuple[bool, tuple[str, ...]]] = {"--link remote": (remote, ("servers", "server_cores"))}
+    read_by["--link emulated"] = config.link == "emulated", ("latency_ms",)
+    refuse(unread(config, read_by) | {
         f"--server-cores {config.server_cores} must leave a core of {cores()} to the trainer.": (
             config.server_cores is not None and not 0 < config.server_cores < cores()
         ),

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
+from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray, unread
 from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
 from main.pools import SharedStream
 from studies.pool_kills import trained_pool
@@ -156,8 +156,7 @@ def make_quality_data(config: Config, size: Size) -> Callable[[int], Data]:
         batch_size, tested = config.batch_size or 200, max(4, min(100, size.examples // 10_000))
         sizes = scaled_cardinalities(config.rows), batch_size, size.examples // batch_size
         return lambda seed: synthetic_clicks(*sizes, config.seed + seed, tested, 2000)
-    if config.path is None:
-        raise ValueError("--data criteo needs --path: a directory made by prepare.py.")
+    assert config.path is not None
     rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
     return lambda seed: rows
 
@@ -313,12 +312,14 @@ def check(config: Config, size: Size) -> None:
     """Refuse unknown arms and inconsistent flags."""
     for arm in size.arms:
         script_of(arm, config)
-    processes = config.where == "processes"
-    refuse({
-        "--pace-seconds is of --where processes: add that, or leave it out.": config.pace_seconds and not processes,
-        "--no-last-rounds is of emulated trainers: those in processes always make last rounds.": (
-            processes and not config.last_rounds
-        ),
+    processes, criteo = config.where == "processes", config.data == "criteo"
+    refuse(unread(config, {
+        "--where processes": (processes, ("pace_seconds",)),
+        "--where emulated": (not processes, ("last_rounds", "shadow_steps")),
+        "--data criteo": (criteo, ("path",)),
+        "--data synthetic": (not criteo, ("rows",)),
+    }) | {
+        "--data criteo needs --path: a directory made by prepare.py.": criteo and config.path is None,
         "the arm all_reduce waits in every step: --where processes has arms that run freely.": (
             processes and "all_reduce" in size.arms
         ),
