@@ -14,16 +14,17 @@ resumes there after a stop. Non-inferior means that the 95 % interval of the pai
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from demo import environment
-from main.cli import Flags, Run, command_line, listing, paired_interval, refuse
+from main.cli import Flags, Run, command_line, listing, paired_interval
 from main.signals import stop_on_signals
 from sweep import trained_arms
 
 MARGIN_AUC = -0.0005
+Arm = Literal["none", "all", "failures", "foreground", "easgd", "sqrt"]
 REPLICAS = "--tables host --pipeline oac --window 8 --trainers 2 --cpr mfu --shadowsync "
-ARMS = {
+ARMS: dict[Arm, str] = {
     "none": "--tables host --pipeline sync",
     "all": REPLICAS + "ma",
     "failures": REPLICAS + "ma --fail 300:3 700:1,5",
@@ -40,7 +41,7 @@ class Config(Flags):
     """Flags of the comparison."""
 
     seeds: int = 8
-    arms: tuple[str, ...] = tuple(ARMS)
+    arms: tuple[Arm, ...] = tuple(ARMS)
     """Arms to compare with `none`."""
     resume: bool = False
     """Continue the comparison in --workdir."""
@@ -53,8 +54,6 @@ def again_in(run: Run) -> str:
 
 def main(config: Config) -> dict:
     """Train the missing arms and return the contents of results.json."""
-    wrong = [arm for arm in config.arms if arm not in ARMS]
-    refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
     with (
         Run("all_three_quality", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,

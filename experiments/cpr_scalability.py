@@ -17,12 +17,9 @@ the load time of partial recovery by n, as one shard of n is loaded.
 `modelled` is by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node replaces a failed one, so
 repairs do not count.
 
-Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68, emulated
-over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68. Setting A, 64 nodes, T_fail = c / n: 25.7 / 2.78 (0.25 with
-`shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19
-(1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. Gamma laws fitted to the gaps by an earlier version had shapes
-of 0.49, 0.75, 0.86, 0.53 and missed the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square), exponential laws by
-10.0, 5.3, 2.7, 13.8 %.
+docs/measured.md has the figures of real traces. Gamma laws fitted to their gaps by an earlier version had shapes of
+0.49 (InfiniteHBD), 0.75, 0.86 and 0.53 (LANL systems 18, 19, 20) and missed the survival curve by 1.1, 1.7, 1.2, 4.4 %
+(root mean square), exponential laws by 10.0, 5.3, 2.7, 13.8 %.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, plot, refuse
+from main.cli import Flags, Run, command_line, grid, plot
 from studies.oac_turns import PipelineWay, compare, turns_of
 from studies.oac_work import turn
 from studies.turns import in_turns
@@ -121,8 +121,6 @@ class LinkJob(NamedTuple):
 def make_link_job(config: Config, triples: Triples) -> LinkJob:
     """Build spec, batches, state and update from the flags."""
     size, model = size_of(config), MODELS[config.model]
-    if size.epochs < 1:
-        raise ValueError(f"epochs={size.epochs} must be at least 1.")
     width = size.rank * (2 if config.model == "complex" else 1)
     spec = EmbeddingSpec(
         {"entity": Table(triples.entities, width, config.initial_scale)},
@@ -270,7 +268,6 @@ def draw(run: Run, histories: dict[str, list[dict]]) -> None:
 
 def main(config: Config) -> dict:
     """Train and rank in every mode and return the contents of results.json."""
-    refuse({"--modes names no mode: give some of sync, semisync, async and oac.": not config.modes})
     keep_memory()
     run = Run("oac_link_prediction", config, config.workdir)
     if config.path is None:

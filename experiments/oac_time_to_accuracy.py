@@ -222,14 +222,9 @@ def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
         results[f"test_auc_{key}"] = float(aucs[:, 1].mean())
         results[f"auc_loss_{key}"], results[f"auc_loss_half_interval_{key}"] = paired_interval(aucs[:, 0] - aucs[:, 1])
         results[f"seeds_that_reach_target_{key}"] = sum(step is not None for step in steps)
-        results[f"steps_to_target_{key}"], results[f"steps_to_target_half_interval_{key}"] = mean_and_interval(steps)
+        mean, half = (None, None) if None in steps else paired_interval(steps)
+        results |= {f"steps_to_target_{key}": mean, f"steps_to_target_half_interval_{key}": half}
     return results
-
-
-def mean_and_interval(steps: list[float | None]) -> tuple[float | None, float | None]:
-    """Mean and half interval over the seeds; (None, None) if a seed never reaches the target."""
-    found = [step for step in steps if step is not None]
-    return paired_interval(found) if len(found) == len(steps) else (None, None)
 
 
 def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: float) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, grid, listing, plot, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, grid, listing, plot, refuse, rule_of_ray, unread
 from main.report import figures, said
 from studies.pool_work import measured_processes
 from studies.reference import Job, ratio, reference_work
@@ -260,17 +260,19 @@ def table(results: Mapping[str, Any], points: Iterable[Point]) -> str:
 
 def main(config: Config) -> dict:
     """Run the three parts and return the contents of results.json."""
-    if config.saturation <= 1:
-        raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
-    if config.where == "processes":
-        refuse(rule_of_ray())
+    processes = config.where == "processes"
+    refuse(
+        unread(config, {"--where threads": (not processes, ("tensors", "saturation"))})
+        | {f"--saturation {config.saturation} must be above 1: one trainer waits for no other.": config.saturation <= 1}
+        | (rule_of_ray() if processes else {})
+    )
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
     preset = PRESETS[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results: dict[str, Any] = {"regime": "free-running"}
-    if config.where == "processes":
+    if processes:
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
         results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
         draw_measured(run, results)

@@ -93,8 +93,8 @@ def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[st
     for reader, (there, names) in read_by.items():
         for name in names:
             value = getattr(config, name)
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
-            flag = f"--{name.replace('_', '-')} {words}".rstrip()
+            words = [*map(str, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))]
+            flag = " ".join([f"--{'no-' * (value is False)}{name.replace('_', '-')}", *words])
             broken[f"{flag} is for {reader}: add that, or leave it out."] = (
                 not there and value != type(config).__dataclass_fields__[name].default
             )

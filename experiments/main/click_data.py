@@ -191,35 +191,12 @@ def synthetic_clicks(
     )
 
 
-def criteo_clicks(
-    directory: Path,
-    batch_size: int | None = None,
-    steps: int | None = None,
-    examples: int | None = None,
-    padded: bool = True,
-    epochs: int = 1,
-    shuffle_seed: int | None = None,
-    validation_fraction: float = 0.0,
-) -> Data:
-    """Build batches of prepared Criteo rows.
-
-    Args:
-      batch_size: None to choose by the number of rows.
-      steps: limit over all epochs.
-      examples: limit per epoch; the first ones are kept.
-      padded: whether to pad an incomplete last batch of an epoch, or to drop it.
-      shuffle_seed: None for file order; else each epoch has its own order.
-      validation_fraction: share of the training rows held out for validation: the last ones, or random ones if the
-        preparation split at random.
-    """
+def criteo_clicks(directory: Path, *sizes: int | None, **how: Any) -> Data:
+    """Build batches of prepared Criteo rows, as `data_of_blocks`; validation is held out as the test set was."""
     from jaxrec.data.criteo import open_split
 
     split, test = open_split(directory, "train"), open_split(directory, "test")
-    data = data_of_blocks(
-        split, test, None, batch_size=batch_size, steps=steps, examples=examples, padded=padded, epochs=epochs,
-        shuffle_seed=shuffle_seed, validation_fraction=validation_fraction,
-        at_random=split.metadata["options"]["split"] == "random",
-    )  # fmt: skip
+    data = data_of_blocks(split, test, None, *sizes, at_random=split.metadata["options"]["split"] == "random", **how)
     return data._replace(cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory))
 
 
@@ -227,9 +204,9 @@ def data_of_blocks(
     split: BlockSource,
     test: BlockSource,
     validation: BlockSource | None,
-    *,
     batch_size: int | None = None,
     steps: int | None = None,
+    *,
     examples: int | None = None,
     padded: bool = True,
     epochs: int = 1,
@@ -241,8 +218,13 @@ def data_of_blocks(
 
     Args:
       validation: validation rows; None to hold out training rows, or for none.
-      at_random: whether to hold out random rows instead of the last ones.
-      batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as for `criteo_clicks`.
+      batch_size: None to choose by the number of rows.
+      steps: limit over all epochs.
+      examples: limit per epoch; the first ones are kept.
+      padded: whether to pad an incomplete last batch of an epoch, or to drop it.
+      shuffle_seed: None for file order; else each epoch has its own order.
+      validation_fraction: share of the training rows held out for validation: the last ones, or random ones.
+      at_random: whether to hold out random rows.
     """
     # One pass over few rows needs many small steps: AUC 0.69-0.75 with 2,048, 0.756 with 128.
     batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)

@@ -194,59 +194,38 @@ def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
 
 
 class Home:
-    """Placement of the rows in this process, on the device or in host memory.
+    """Placement of the rows: on the device, in host memory, or at servers, which get successors with a recovery.
 
     Attributes:
-      copy: how images copy the tables: 'whole' or 'shards'.
+      copy: how images copy the tables: 'whole', or 'shards', which each server writes itself.
     """
 
-    copy: Literal["whole", "shards"] = "whole"
-
-    def __init__(self, config: TechniqueFlags):
-        self._config = config
+    def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster | None = None):
+        self._config, self._run, self._cluster = config, run, cluster
+        self.copy: Literal["whole", "shards"] = "whole" if cluster is None else "shards"
+        self._supervisor: Supervisor | None = None
 
     def tables(self, job: ClickJob, mesh) -> Tables:
         """Create tables of initial rows."""
+        if self._cluster is not None:
+            self._supervisor = Supervisor(
+                self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
+                directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
+                spares=self._config.spares,
+            )  # fmt: skip
+            return self._supervisor.tables
         if self._config.tables == "host":
             return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
         return DeviceTables.create(job.spec, job.row_optimizer, mesh)
 
     def watch(self, engine) -> None:
         """Start replacing lost servers, if there are any; call it before the recovery is entered."""
-
-    @property
-    def lost(self) -> str:
-        """Which servers are dead, in words; '' if none."""
-        return ""
-
-
-class ServerHome(Home):
-    """Placement of the rows at server processes; with a recovery, a dead server gets a successor."""
-
-    copy: Literal["whole", "shards"] = "shards"  # each server writes its shards
-
-    def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster):
-        super().__init__(config)
-        self._run, self._cluster = run, cluster
-        self._supervisor: Supervisor | None = None
-
-    def tables(self, job: ClickJob, mesh) -> Tables:
-        """As `Home.tables`."""
-        self._supervisor = Supervisor(
-            self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
-            directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
-            spares=self._config.spares,
-        )  # fmt: skip
-        return self._supervisor.tables
-
-    def watch(self, engine) -> None:
-        """As `Home.watch`."""
         if self._supervisor is not None and self._config.cpr != "none":
             engine.enter(self._supervisor)
 
     @property
     def lost(self) -> str:
-        """As `Home.lost`."""
+        """Which servers are dead, in words; '' if none."""
         return "" if self._supervisor is None else self._supervisor.lost
 
 
@@ -254,10 +233,10 @@ class ServerHome(Home):
 def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
     """Yield the placement that the flags ask for; servers end with the block."""
     if config.tables != "remote":
-        yield Home(config)
+        yield Home(config, run)
         return
     with cluster_of(config, run) as cluster:
-        home = ServerHome(config, run, cluster)
+        home = Home(config, run, cluster)
         try:
             yield home
         except ShardsLost as lost:
