@@ -14,6 +14,7 @@ Figures are medians over the rounds with 95 % bootstrap intervals.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import tempfile
 import time
@@ -27,6 +28,7 @@ from main.cli import Flags, Run, command_line, grid
 from main.click_data import click_job, make_model, synthetic_clicks
 from main.techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of, saves_every
 from studies.reference import ratio
+from studies.turns import in_turns
 
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
@@ -94,10 +96,8 @@ def measure(config: Config, batch_size: int, width: int, rounds: int, counted: i
         sides = {name: Side(name, config, batches, width, opened) for name in SIDES}
         for side in sides.values():
             side.turn(skip, counted)  # compiles
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(rounds):
-            for name, side in sides.items():
-                seconds[name].append(side.turn(skip, counted))
+        turns = {name: functools.partial(side.turn, skip, counted) for name, side in sides.items()}
+        seconds = in_turns(turns, rounds, f"batch {batch_size}, width {width}")
     times = {name: np.array(each) for name, each in seconds.items()}
     results: dict[str, Any] = {}
     for name, each in times.items():

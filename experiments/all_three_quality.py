@@ -14,17 +14,17 @@ resumes there after a stop. Non-inferior means that the 95 % interval of the pai
 """
 
 import dataclasses
-import itertools
-from typing import Any
+from typing import Any, Literal
 
 from demo import environment
-from main.children import trained
-from main.cli import Flags, Run, command_line, listing, paired_interval, refuse
+from main.cli import Flags, Run, command_line, listing, paired_interval
 from main.signals import stop_on_signals
+from sweep import trained_arms
 
 MARGIN_AUC = -0.0005
+Arm = Literal["none", "all", "failures", "foreground", "easgd", "sqrt"]
 REPLICAS = "--tables host --pipeline oac --window 8 --trainers 2 --cpr mfu --shadowsync "
-ARMS = {
+ARMS: dict[Arm, str] = {
     "none": "--tables host --pipeline sync",
     "all": REPLICAS + "ma",
     "failures": REPLICAS + "ma --fail 300:3 700:1,5",
@@ -41,7 +41,7 @@ class Config(Flags):
     """Flags of the comparison."""
 
     seeds: int = 8
-    arms: tuple[str, ...] = tuple(ARMS)
+    arms: tuple[Arm, ...] = tuple(ARMS)
     """Arms to compare with `none`."""
     resume: bool = False
     """Continue the comparison in --workdir."""
@@ -54,18 +54,13 @@ def again_in(run: Run) -> str:
 
 def main(config: Config) -> dict:
     """Train the missing arms and return the contents of results.json."""
-    wrong = [arm for arm in config.arms if arm not in ARMS]
-    refuse({f"--arms {' '.join(wrong)} are none of {', '.join(ARMS)}.": wrong})
     with (
         Run("all_three_quality", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
-        found: dict[str, list[dict]] = {arm: [] for arm in ARMS if arm == "none" or arm in config.arms}
-        for arm, seed in itertools.product(found, range(config.seed, config.seed + config.seeds)):
-            flags = (SMALL if config.preset == "smoke" else ARMS)[arm].split()
-            flags += ["--preset", config.preset, "--seed", str(seed)]
-            found[arm].append(trained(run, f"{arm}_{seed}", f"{arm} of seed {seed}", flags, asked, environment()))
-        results = summary(found)
+        flags_of, seeds = SMALL if config.preset == "smoke" else ARMS, range(config.seed, config.seed + config.seeds)
+        arms = {arm: flags_of[arm].split() for arm in ARMS if arm == "none" or arm in config.arms}
+        results = summary(trained_arms(run, arms, config.preset, seeds, asked, environment()))
         run.close(results, listing(results, TABLE))
         return results
 

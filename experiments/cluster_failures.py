@@ -41,13 +41,13 @@ from typing import Any, Literal
 
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars, unread
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.pools import SharedStream
 from main.report import number
 from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
-from studies.pools import KINDS, click_stream, pool_figures, trained_pool
+from studies.pool_kills import KINDS, click_stream, pool_figures, trained_pool
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
@@ -107,17 +107,14 @@ def kills_of(config: Config) -> dict[int, int]:
 
     The gaps before, between and after the kills are drawn, or taken from a random position of the trace, and scaled to
     fill the run after its first eighth.
-
-    Args:
-      config: flags returned by `sized`.
     """
     rng, number, steps = np.random.default_rng(config.seed), config.kills or 0, config.steps or 0
     if config.trace is None:
         gaps = rng.gamma(config.fail_shape, 1.0, number + 1)
         servers = rng.integers(config.servers, size=number)
     else:
-        json = ".json" in config.trace.name
-        failures = load_infinitehbd(config.trace) if json else load_lanl(config.trace, config.lanl_system)
+        lanl = lambda path: load_lanl(path, config.lanl_system)
+        failures = (load_infinitehbd if is_json(config.trace) else lanl)(config.trace)
         hours, places = np.unique(failures.hours, return_index=True)
         if len(hours) < number + 2:
             raise ValueError(f"{config.trace} has {len(hours)} failures: too few for --kills {number}.")
@@ -135,18 +132,31 @@ def kills_of(config: Config) -> dict[int, int]:
     return found
 
 
-def check(config: Config) -> None:
-    """Refuse flags that do not go together.
+def is_of_pool(config: Config) -> bool:
+    """Whether processes of a pool of free-running trainers are killed."""
+    return set(config.kill) != {"servers"}
 
-    Raises:
-      ValueError: states the first broken rule.
-    """
+
+def is_json(trace: Path) -> bool:
+    """Whether a trace is InfiniteHBD's."""
+    return ".json" in trace.name
+
+
+def check(config: Config) -> None:
+    """Refuse given flags that do not go together."""
+    pool, trace = is_of_pool(config), config.trace
+    never_read = unread(config, {
+        "--kill trainers or sync": (pool, ("trainers",)),
+        "--kill servers alone": (not pool, ("spares", "save_every_steps", "target_pls")),
+        "gaps that are drawn, without --trace": (trace is None, ("fail_shape",)),
+        "--trace with LANL's records": (trace is not None and not is_json(trace), ("lanl_system",)),
+    })  # fmt: skip
+    config = sized(config)
     steps, kills = config.steps or 0, config.kills or 0
-    refuse({
+    refuse(never_read | {
         f"--kills {kills} are too many for --steps {steps}: give at least 16 steps, and 8 for each.": (
             steps < max(16, 8 * kills)
         ),
-        f"--kills {kills} must be at least 1.": kills < 1,
         f"--servers {config.servers} must be at most 8, the number of shards.": config.servers > 8,
         f"--save-every-steps {config.save_every_steps:g} must be at least 8 and at most --steps {steps}.": (
             not 8 <= (config.save_every_steps or 0) <= steps
@@ -185,13 +195,7 @@ def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[st
 
 
 def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate equations (1) to (6) with measured costs.
-
-    Args:
-      config: flags returned by `sized`.
-      rows: figures of each arm.
-      found: figures returned by `of_kills`.
-    """
+    """Evaluate equations (1) to (6) with measured costs."""
     useful, steps = rows["none"]["seconds"], config.steps or 1
     every = (config.save_every_steps or 1) / steps * useful / 3600
     costs = schedule.Costs(
@@ -335,10 +339,10 @@ def kill_in_pool(run: Run, config: Config) -> dict:
 
 def main(config: Config) -> dict:
     """Train all arms and compare their bits; return the contents of results.json."""
-    given, config = config, sized(config)
     check(config)
+    given, config = config, sized(config)
     run = Run("cluster_failures", given, config.workdir)
-    if set(config.kill) != {"servers"}:
+    if is_of_pool(config):
         return kill_in_pool(run, config)
     plan = kills_of(config)
     job = ClusterJob(

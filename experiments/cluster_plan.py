@@ -22,7 +22,7 @@ nothing of that size was run:
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from main.cli import Flags, Run, command_line, listing, refuse, rule_of_ray
 from studies.cluster_costs import Costs, Size, measure
@@ -39,11 +39,9 @@ SIZES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Flags):
-    """Flags of the experiment."""
+class Job:
+    """The planned job."""
 
-    measure: bool = False
-    """Measure the costs here first, instead of taking them from the flags."""
     terabytes: float = 1.0
     """Size of all rows with their slots, in TB."""
     servers: int = 64
@@ -63,43 +61,14 @@ class Config(Flags):
     """Length of the job without failures."""
     target_pls: float = 0.1
     """Portion of lost samples for which partial recovery chooses its save interval, equation (6)."""
-    read_base_ms: float = 0.0
-    """Time of a read that depends neither on servers nor on rows."""
-    read_message_ms: float = 1.43
-    """Time of a read per server."""
-    read_row_us: float = 1.59
-    """Time of a read per row."""
-    put_base_ms: float = 0.56
-    """Time of a put that depends neither on servers nor on rows."""
-    put_message_ms: float = 1.07
-    """Time of a put per server."""
-    put_row_us: float = 1.44
-    """Time of a put per row."""
-    server_row_us: float = 0.25
-    """Time in which a server gathers and scatters one row."""
-    save_mb_per_s: float = 103.0
-    """Rate at which one server writes its image."""
-    restore_mb_per_s: float = 321.0
-    """Rate at which one server restores its rows."""
-    initial_rows_per_s: float = 331_000.0
-    """Rate at which one server draws initial rows."""
-    start_s: float = 4.4
-    """Start of a server process, without its rows."""
 
 
-class Job(NamedTuple):
-    """The planned job; its fields are the flags of the same names."""
+@dataclasses.dataclass(frozen=True)
+class Config(Costs, Job, Flags):
+    """Flags of the experiment."""
 
-    terabytes: float
-    servers: int
-    width: int
-    rows_per_step: int
-    compute_ms: float
-    link_gbit_per_s: float
-    files_mb_per_s: float
-    server_mtbf_hours: float
-    total_hours: float
-    target_pls: float
+    measure: bool = False
+    """Measure the costs here first, instead of taking them from the flags."""
 
 
 def of_tables(job: Job) -> dict[str, float]:
@@ -215,14 +184,15 @@ def planned(job: Job, costs: Costs) -> dict[str, float]:
     return of_tables(job) | of_step(job, costs) | of_limits(job, costs) | of_failures(job, costs)
 
 
-def check(config: Config) -> None:
-    """Refuse flags that no plan can be made from.
+def names_of(kind: type) -> list[str]:
+    """Return the names of the fields of a dataclass."""
+    return [field.name for field in dataclasses.fields(kind)]
 
-    Raises:
-      ValueError: names the first flag that is out of range.
-    """
-    zero_too = {name for name in Costs._fields if name.endswith(("_ms", "start_s"))} | {"compute_ms"}
-    for name in dict.fromkeys((*Job._fields, *Costs._fields)):
+
+def check(config: Config) -> None:
+    """Refuse flags that no plan can be made from."""
+    zero_too = {name for name in names_of(Costs) if name.endswith(("_ms", "start_s"))} | {"compute_ms"}
+    for name in (*names_of(Job), *names_of(Costs)):
         value, flag = getattr(config, name), name.replace("_", "-")
         least = "0 or more" if name in zero_too else "above 0"
         refuse({f"--{flag} {value:g} must be {least} and finite.": not (value >= 0 if name in zero_too else value > 0)
@@ -232,22 +202,18 @@ def check(config: Config) -> None:
     } | (rule_of_ray() if config.measure else {}))  # fmt: skip
 
 
-def taken(kind: type, config: Config) -> Any:
-    """Return the Job or the Costs that the flags give."""
-    return kind(*(getattr(config, name) for name in kind._fields))  # type: ignore[attr-defined]
-
-
 def main(config: Config) -> dict:
     """Measure the costs if --measure is given, and plan; return the contents of results.json."""
     check(config)
     with Run("cluster_plan", config, config.workdir) as run:
-        costs, origin = taken(Costs, config), "given"
+        costs: Costs = config
+        origin = "given"
         if config.measure:
             (costs, times), origin = measure(config.width, SIZES[config.preset], config.seed), "measured"
             for row in times:
                 run.log(row)
-        paid: dict[str, Any] = {f"{name}_{origin}": value for name, value in costs._asdict().items()}
-        found = planned(taken(Job, config), costs)
+        paid: dict[str, Any] = {f"{name}_{origin}": getattr(costs, name) for name in names_of(Costs)}
+        found = planned(config, costs)
         results = paid | found
         groups = {f"Costs, {origin}": list(paid), "The plan, modelled": list(found)}
         run.close(results, listing(results, groups))

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
 from studies.pauses import Timed, longest_by_state, state_at
-from studies.pools import KINDS, processes_of
+from studies.pool_kills import KINDS, processes_of
 from studies.server_kills import END_S, alive_after, of_its_own
 
 from jaxrec.cluster import Cluster, Supervisor

@@ -1,54 +1,43 @@
-"""What failures cost a job of 56 hours, and what partial recovery does to accuracy: CPR's main table.
+"""What partial recovery does to accuracy after failures in a job of 56 hours; cpr_scalability.py has its overhead.
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
 
 The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two
-failures of one node each at random hours of the job. **The overhead is emulated, the accuracy is measured.**
+failures of one node each at random hours of the job. All prioritised schemes write as many bytes as CPR-vanilla in the
+same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
 
-Overhead: settings A and B (see SETTING_A of jaxrec/cpr/schedule.py), split into save, load, lost work and reschedule,
-by the equations (`modelled`) and event by event over drawn failures (`emulated`). All prioritised schemes write as many
-bytes as CPR-vanilla in the same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
+**The accuracy is measured**: real training whose steps stand for the job's 56 hours, with real saves and restores by
+jaxrec.cpr.Recovery over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the
+lost steps to a state bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained
+here. Arms of a seed share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval;
+`non_inferior_SCHEME`: the interval of the loss lies below 0.0005 (true) or above (false); absent while there are too
+few seeds to decide.
 
-Accuracy: real training whose steps stand for the job's 56 hours, with real saves and restores by jaxrec.cpr.Recovery
-over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the lost steps to a state
-bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained here. Arms of a seed
-share data, initial values and failures. `test_auc_loss` is paired, with its 95 % interval; `non_inferior_SCHEME`: the
-interval of the loss lies below 0.0005 (true) or above (false); absent while there are too few seeds to decide.
+docs/measured.md has the runs. With --watched 7, the paper's setting as recalled, the Criteo sample lost 32 +- 26
+(vanilla), 39 +- 15 (SCAR), 17 +- 21 (MFU) and 35 +- 20 (SSU), in units of 0.00001 AUC over 25 seeds; no file was kept.
 
-Seen, AUC lost in units of 0.00001:
-
-| | vanilla | SCAR | MFU | SSU |
-|---|---|---|---|---|
-| Criteo sample, 110,000 examples, 25 seeds | 32 +- 26 | 27 +- 18 | -5 +- 16 | 20 +- 14 |
-| the same, --watched 7, as recalled; no file was kept | 32 +- 26 | 39 +- 15 | 17 +- 21 | 35 +- 20 |
-| synthetic, 5M examples, 3.7M rows, 16 seeds | 25 +- 19 | 29 +- 10 | 14 +- 9 | 16 +- 10 |
-| the same with 200,000 rows, 12 seeds | 15 +- 37 | 70 +- 22 | 33 +- 11 | 46 +- 14 |
-
-The realised PLS was 0.079 on Criteo, 0.064 and 0.069 on synthetic clicks, not the target of 0.1: a job of 56 hours that
-saves once, at hour 44.8, is expected to lose 0.085 (cpr_scalability.py). Seeds were added until the intervals were
-narrow; those of the Criteo sample share one test set. Rows of small tables are the most used; with --watched 7 they are
-saved only at regular saves. In the last line a row is used 650 times on average: there, rows beyond the most used
-eighth matter too, hardly any scheme ever saves them, and all three lose more than vanilla. An arm takes 3 seconds on
-Criteo and 45 to 60 on 5M examples, on one core.
+A job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 PLS (cpr_scalability.py), not the target of
+0.1. Rows of small tables are the most used; with --watched 7 they are saved only at regular saves. With 200,000 rows a
+row is used 650 times on average: there, rows beyond the most used eighth matter too, hardly any scheme ever saves them,
+and all three lose more than vanilla. An arm takes 3 seconds on Criteo and 45 to 60 on 5M examples, on one core.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from cpr_scalability import SETTINGS, modelled
-from main.cli import Run, bars, command_line, grid, paired_interval, stacked_bars
+from cpr_scalability import SETTINGS
+from main.cli import Run, bars, command_line, grid, paired_interval
 from main.report import figures, scaled
 from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
-from studies.failure_replay import replay_in_useful_time
 from tqdm import tqdm
 
-from jaxrec.cpr import draw_failures, place_failures, plan_recovery, schedule
+from jaxrec.cpr import place_failures, schedule
 
 MARGIN = 0.0005  # of AUC
 
@@ -63,54 +52,7 @@ class Config(JobConfig):
     """Of the schedule of saves; both settings have the same."""
 
 
-class Size(NamedTuple):
-    """Sizes that a preset sets."""
-
-    examples: int
-    seeds: int
-    horizons: int
-
-
-SIZES = {"smoke": Size(60_000, 2, 20), "default": Size(1_000_000, 3, 200), "paper": Size(5_000_000, 10, 1000)}
-WAYS = ("full", "partial_naive", "cpr")
-
-
-def recoveries_of(costs: schedule.Costs, target_pls: float) -> dict[str, tuple[schedule.Mode, float]]:
-    """{way of WAYS: (mode, hours between saves)}."""
-    plan, full = plan_recovery(costs, target_pls), schedule.full_interval(costs)
-    return {"full": ("full", full), "partial_naive": ("partial", full), "cpr": (plan.mode, plan.save_every_hours)}
-
-
-def overheads_of(config: Config, name: str, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """Overhead results of one setting, and the bars of its plot."""
-    costs, results = SETTINGS[name], {}
-    # Many jobs back to back: a single one of 56 hours has only two failures.
-    bars_of: dict[str, dict[str, float]] = {}
-    long = costs._replace(total_hours=100 * costs.total_hours)
-    draw = lambda number: draw_failures(long.mtbf_hours, long.total_hours, NODES, config.seed + number).hours
-    drawn = [draw(number) for number in range(horizons)]
-    for way, (mode, every) in recoveries_of(costs, config.target_pls).items():
-        law = modelled(costs, mode, every)
-        replays = [replay_in_useful_time(long, mode, every, hours).overhead for hours in drawn]
-        key = f"setting_{name}_{way}"
-        parts = {part: 100 * value for part, value in law._asdict().items()}
-        results[f"{key}_percent_modelled"] = 100 * law.total
-        results[f"{key}_percent_emulated"] = 100 * float(np.mean([overhead.total for overhead in replays]))
-        results |= {f"{key}_{part}_percent_modelled": percent for part, percent in parts.items()}
-        bars_of[f"{name.upper()}: {way.replace('_', ' ')}"] = parts
-    return results, bars_of
-
-
-def overheads(config: Config, horizons: int) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    """Overhead results and bars of all settings; the schemes share the overhead of CPR."""
-    results: dict[str, Any] = {"overhead_is": "modelled (equations) and emulated (events), never measured"}
-    bars_of: dict[str, dict[str, float]] = {}
-    for name in SETTINGS:
-        found, more = overheads_of(config, name, horizons)
-        results, bars_of = results | found, bars_of | more
-    of = lambda way: results[f"setting_{config.setting}_{way}_percent_emulated"]
-    results["full_overhead_percent"] = of("full")
-    return results | {f"cpr_{scheme}_overhead_percent": of("cpr") for scheme in SCHEMES}, bars_of
+SIZES = {"smoke": (60_000, 2), "default": (1_000_000, 3), "paper": (5_000_000, 10)}  # examples, seeds
 
 
 def accuracies(rows: list[dict]) -> dict[str, Any]:
@@ -135,35 +77,14 @@ def accuracies(rows: list[dict]) -> dict[str, Any]:
     return results
 
 
-def table(config: Config, results: dict[str, Any]) -> str:
-    """Format overhead by setting and recovery, and accuracy by scheme."""
-    lines, parts = [], ("save", "load", "lost_work", "reschedule")
-    for name, costs in SETTINGS.items():
-        plan = plan_recovery(costs, config.target_pls)
-        lines.append(
-            f"Setting {name.upper()}: {plan.mode} recovery, a regular save every {plan.save_every_hours:.1f} h, "
-            f"expected overhead {100 * plan.expected_overhead.total:.2f} %, expected PLS {plan.expected_pls:.3f}"
-        )
-    rows = {f"{name.upper()}: {way.replace('_', ' ')}": f"{name}_{way}" for name in SETTINGS for way in WAYS}
-    columns = {f"{kind}, %": f"setting_{{}}_percent_{kind}" for kind in ("modelled", "emulated")}
-    columns |= {f"{part.replace('_', ' ')}, %": f"setting_{{}}_{part}_percent_modelled" for part in parts}
+def table(results: dict[str, Any]) -> str:
+    """Format the accuracy of each scheme."""
     base = f"Test AUC without a failure {results['no_failure_test_auc_mean']:.4f} (seeds: {results['seeds']})"
     of_schemes: dict[str, str | tuple[str, float]] = {
-        "overhead, %": "cpr_{}_overhead_percent", "test AUC": "cpr_{}_test_auc_mean",
-        "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5), "PLS": "cpr_{}_realized_pls",
-        "non-inferior": "non_inferior_{}",
+        "test AUC": "cpr_{}_test_auc_mean", "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5),
+        "PLS": "cpr_{}_realized_pls", "non-inferior": "non_inferior_{}",
     }  # fmt: skip
-    schemes = grid(results, "scheme", list(SCHEMES), of_schemes)
-    return "\n".join([*lines, "", grid(results, "overhead", rows, columns), "", base, schemes])
-
-
-def finding_overhead(results: Mapping[str, Any], setting: str) -> str:
-    """Title of the overhead plot."""
-    percent = lambda way: results[f"setting_{setting}_{way}_percent_modelled"]
-    return (
-        f"Setting {setting.upper()}, modelled: CPR costs {percent('cpr'):.2f} % of the useful time, "
-        f"full recovery {percent('full'):.2f} %"
-    )
+    return f"{base}\n{grid(results, 'scheme', list(SCHEMES), of_schemes)}"
 
 
 def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
@@ -177,13 +98,6 @@ def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
     return f"AUC lost to {failures} failures, beside a margin of {MARGIN} ({results['seeds']} seeds): {each}"
 
 
-def draw(run: Run, config: Config, results: dict[str, Any], bars_of: dict[str, dict[str, float]]) -> None:
-    """Plot the parts of the overhead, and the accuracy."""
-    title = finding_overhead(results, config.setting)
-    stacked_bars(run.directory / "overhead.png", bars_of, "modelled overhead, % of useful time", title)
-    draw_accuracy(run.directory / "accuracy.png", results, config.failures)
-
-
 def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None:
     """Plot the accuracy lost by each scheme."""
     label = "test AUC lost, 1e-5"
@@ -192,23 +106,22 @@ def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None
 
 
 def main(config: Config) -> dict:
-    """Compute overheads, train the missing arms, and return the contents of results.json."""
-    size = SIZES[config.preset]
+    """Train the missing arms and return the contents of results.json."""
+    examples, seeds = SIZES[config.preset]
     run = Run("cpr_overhead", config, config.workdir, config.resume)
-    results, bars_of = overheads(config, size.horizons)
-    job = CprJob(config, make_data(config, config.examples or size.examples))
+    job = CprJob(config, make_data(config, config.examples or examples))
     costs = SETTINGS[config.setting]
     hours = min(schedule.partial_interval(costs, config.target_pls), costs.total_hours)
     done = {(row["scheme"], row["seed"]) for row in run.metrics()}
-    arms = list(itertools.product(range(config.seeds or size.seeds), (None, *SCHEMES)))
+    arms = list(itertools.product(range(config.seeds or seeds), (None, *SCHEMES)))
     for seed, scheme in tqdm(arms, unit="arm", disable=None):
         if (scheme or "no_failure", seed) not in done:
             placed = place_failures(config.failures, costs.total_hours, NODES, config.seed + seed)
             failures = failures_in_steps(placed, job.steps)
             run.log(job.run(scheme, seed, hours / costs.total_hours * job.steps, failures))
-    results |= accuracies(run.metrics())
-    draw(run, config, results, bars_of)
-    run.close(results, table(config, results))
+    results = accuracies(run.metrics())
+    draw_accuracy(run.directory / "accuracy.png", results, config.failures)
+    run.close(results, table(results))
     return results
 
 

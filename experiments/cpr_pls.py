@@ -1,5 +1,4 @@
-"""Accuracy lost over the portion of lost samples (PLS), by scheme: does PLS predict accuracy as CPR
-assumes?
+"""Accuracy lost over the portion of lost samples (PLS), by scheme: does PLS predict accuracy as CPR assumes?
 
     python experiments/cpr_pls.py                                                synthetic clicks
     python experiments/cpr_pls.py --data criteo --path train.prepared --seeds 5  made by prepare.py
@@ -13,10 +12,9 @@ training with real saves and restores, as in cpr_overhead.py; the realised PLS i
 `SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each fitted separately. Losses are also given in
 normalised entropy, which is smoother. --resume continues a run.
 
-Seen on the Criteo sample of 110,000 rows, 8 seeds, 64 runs per scheme with PLS up to 1.7: slopes 0.0062 (vanilla),
-0.0018 (MFU), 0.0032 (SSU), correlations 0.88, 0.65, 0.77; minus vanilla: MFU -0.0036 +- 0.0017, SSU -0.0022 +- 0.0016.
-With 7 of 26 tables watched (--watched 7, 3 seeds, no file was kept) 0.0070, 0.0043, 0.0050: the others were saved only
-at regular saves. 5 seconds per run on a core.
+docs/measured.md has the run on the Criteo sample. With 7 of 26 tables watched (--watched 7, 3 seeds, no file was kept)
+its slopes were 0.0070 (vanilla), 0.0043 (MFU), 0.0050 (SSU): the others were saved only at regular saves. 5 seconds per
+run on a core.
 """
 
 import dataclasses

@@ -7,38 +7,29 @@ The claim as we recall the paper's scalability figure (arXiv 2011.02999): the ov
 number of nodes, that of CPR hardly does.
 
 No overhead here is measured. `modelled` is by the equations of jaxrec/cpr/schedule.py, `emulated` is replayed event by
-event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has four parts:
+event with the costs of a setting, solved from the abstract's figures (see SETTING_A). It has three parts:
 
-1. The equations against the event-by-event emulation: horizons of 100 back-to-back jobs, and single jobs of 56 h. They
-agree on the clock of useful time; `wall` lets failures also hit saves, loads and recomputation.
-2. Overhead over nodes n with T_fail = c / n and T_fail = 1 / (1 - (1 - p)^n), both 28 h at n = 8, N_emb = n. Costs do
-not depend on n; `shard_load` divides the load time of partial recovery by n, as one shard of n is loaded.
-3. What failures look like: gamma and exponential fits of the gaps, hazard over age, MTBF by cause, worst nodes.
-4. Back-to-back jobs on n random nodes of a trace, in wall time, saving at the intervals that the MTBF of these nodes
-gives. `modelled` is by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node replaces a failed one,
-so repairs do not count.
+1. The equations against the event-by-event emulation, over horizons of 100 back-to-back jobs on the clock of useful
+time.
+2. Overhead over nodes n with T_fail = c / n, 28 h at n = 8, N_emb = n. Costs do not depend on n; `shard_load` divides
+the load time of partial recovery by n, as one shard of n is loaded.
+3. Back-to-back jobs on all nodes of a trace, in wall time, saving at the intervals that the MTBF of these nodes gives.
+`modelled` is by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node replaces a failed one, so
+repairs do not count.
 
-Seen with real traces, full against partial recovery, %: settings A and B modelled 8.50 / 0.53 and 8.20 / 0.68, emulated
-over 199,563 failures 8.49 / 0.53 and 8.20 / 0.68, in wall time 8.99 / 0.53 and 8.65 / 0.68. Setting A, 64 nodes, T_fail
-= c / n: 25.7 / 2.78 (0.25 with `shard_load`). Replayed on all nodes: InfiniteHBD (400) 11.6 / 0.71, LANL systems 18, 19
-(1024), 20 (512) 18.7 / 1.37, 18.3 / 1.32, 13.0 / 0.83. The gamma distribution has shape 0.49, 0.75, 0.86, 0.53 and
-misses the survival curve by 1.1, 1.7, 1.2, 4.4 % (root mean square); the exponential distribution by 10.0, 5.3, 2.7,
-13.8 %.
+docs/measured.md has the figures of real traces. Gamma laws fitted to their gaps by an earlier version had shapes of
+0.49 (InfiniteHBD), 0.75, 0.86 and 0.53 (LANL systems 18, 19, 20) and missed the survival curve by 1.1, 1.7, 1.2, 4.4 %
+(root mean square), exponential laws by 10.0, 5.3, 2.7, 13.8 %.
 """
 
 import dataclasses
-import itertools
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from main.cli import Flags, Run, command_line, grid, plot
-from scipy.special import gammaincc
-from studies.failure_fit import fit_exponential, fit_gamma, hazard_by_age
-from studies.failure_nodes import independent_mtbf, linear_mtbf, mtbf_by_cause, of_nodes, share_of_worst_nodes
-from studies.failure_replay import overhead_in_wall_time, replay_in_useful_time, replay_in_wall_time
+from studies.failure_replay import replay_in_useful_time, replay_in_wall_time
 from studies.failure_traces import load_infinitehbd, load_lanl
 from tqdm import tqdm
 
@@ -48,8 +39,7 @@ from jaxrec.cpr.failure import Failures, draw_failures, interruptions
 SETTINGS = {"a": schedule.SETTING_A, "b": schedule.SETTING_B}
 MODES: tuple[schedule.Mode, ...] = ("full", "partial")
 COUNTS = (8, 16, 32, 64, 128, 256)
-AGES = np.array([0.0, 1, 2, 4, 8, 16, 32, 64, 128])
-# Gamma distributions that part 3 fits to the real traces: mean gap, shape, nodes, hours.
+# Gamma laws fitted to the gaps of two real traces: mean gap, shape, nodes, hours.
 FITTED = {"infinitehbd_like": (15.68, 0.490, 400, 8376.0), "lanl_20_like": (13.59, 0.527, 512, 32614.0)}
 
 
@@ -60,7 +50,7 @@ class Config(Flags):
     traces: Path | None = None
     """Directory with infinitehbd_fault_trace.json.gz and lanl_1996_2005.csv.xz; without it failures are drawn."""
     setting: Literal["a", "b"] = "a"
-    """Cost setting of parts 2 and 4."""
+    """Cost setting of parts 2 and 3."""
     target_pls: float = 0.1
 
 
@@ -75,75 +65,37 @@ def modelled(costs: schedule.Costs, mode: schedule.Mode, every: float) -> schedu
     return schedule.full_overhead(costs, every) if mode == "full" else schedule.partial_overhead(costs, every)
 
 
-def equations(name: str, costs: schedule.Costs, target_pls: float) -> dict[str, float]:
-    """Modelled overheads of one setting, with their parts."""
-    found: dict[str, float] = {}
-    every = intervals(costs, target_pls)
-    for mode in MODES:
-        overhead = modelled(costs, mode, every[mode])
-        parts = {"": overhead.total, "_save": overhead.save, "_lost_work": overhead.lost_work}
-        parts["_load_and_reschedule"] = overhead.load + overhead.reschedule
-        found |= {f"setting_{name}_{mode}{part}_percent_modelled": 100 * value for part, value in parts.items()}
-        found[f"setting_{name}_{mode}_save_every_hours"] = every[mode]
-    naive = modelled(costs, "partial", every["full"]).total
-    found[f"setting_{name}_partial_at_full_interval_percent_modelled"] = 100 * naive
-    return found | {f"setting_{name}_break_even_pls": schedule.break_even_pls(costs)}
-
-
-def events(name: str, costs: schedule.Costs, config: Config, horizons: int) -> dict[str, float]:
-    """Part 1 for one setting: emulated overheads and PLS, compared with the equations."""
+def of_setting(name: str, costs: schedule.Costs, config: Config, horizons: int) -> dict[str, float]:
+    """Part 1 for one setting: overheads and PLS by the equations and emulated, in percent of the useful time."""
     found: dict[str, float] = {}
     long = costs._replace(total_hours=100 * costs.total_hours)
-    drawn, jobs = (
-        [draw_failures(c.mtbf_hours, c.total_hours, c.nodes, config.seed + i).hours for i in range(number)]
-        for c, number in ((long, horizons), (costs, 20 * horizons))
-    )
+    drawn = [
+        draw_failures(long.mtbf_hours, long.total_hours, long.nodes, config.seed + i).hours for i in range(horizons)
+    ]
     found[f"setting_{name}_failures"] = sum(map(len, drawn))
     for mode, every in intervals(costs, config.target_pls).items():
-        key, law = f"setting_{name}_{mode}", modelled(costs, mode, every).total
+        key, law = f"setting_{name}_{mode}", 100 * modelled(costs, mode, every).total
         replays = [replay_in_useful_time(long, mode, every, hours) for hours in drawn]
-        found |= beside_law(key, law, [replay.overhead.total for replay in replays])
-        wall = [replay_in_wall_time(costs, mode, every, hours, long.total_hours).overhead.total for hours in drawn]
-        found |= beside_law(f"{key}_wall", overhead_in_wall_time(costs, mode, every), wall)
-        singles = [replay_in_useful_time(costs, mode, every, hours) for hours in jobs]
-        percent = 100 * np.array([replay.overhead.total for replay in singles])
-        found[f"{key}_one_job_percent_emulated"] = float(percent.mean())
-        found[f"{key}_one_job_standard_deviation_points"] = float(percent.std(ddof=1))
-        found[f"{key}_one_job_standard_error_points"] = float(percent.std(ddof=1) / np.sqrt(len(percent)))
+        percent = 100 * np.array([replay.overhead.total for replay in replays])
+        found |= {f"{key}_percent_modelled": law, f"{key}_percent_emulated": float(percent.mean())}
+        found[f"{key}_standard_error_points"] = float(percent.std(ddof=1) / np.sqrt(len(percent)))
+        found[f"{key}_emulated_minus_modelled_points"] = float(percent.mean() - law)
+        found[f"{key}_save_every_hours"] = every
     found[f"setting_{name}_pls_emulated"] = float(np.mean([replay.pls for replay in replays]))
     found[f"setting_{name}_pls_modelled"] = schedule.expected_pls(costs, every)
-    found[f"setting_{name}_one_job_pls_emulated"] = float(np.mean([replay.pls for replay in singles]))
-    found[f"setting_{name}_one_job_pls_standard_deviation"] = float(np.std([replay.pls for replay in singles], ddof=1))
     return found | {f"setting_{name}_one_job_pls_modelled": schedule.expected_pls_of_job(costs, every)}
 
 
-def beside_law(key: str, law: float, values: list[float]) -> dict[str, float]:
-    """Mean over horizons, its standard error, and its difference from the modelled value, in percent of useful time."""
-    percent = 100 * np.array(values)
+def at_nodes(costs: schedule.Costs, target_pls: float, nodes: int) -> dict[str, float]:
+    """Part 2 for one number of nodes: overheads in percent."""
+    here = costs._replace(nodes=nodes, mtbf_hours=costs.mtbf_hours * costs.nodes / nodes)
+    shard = here._replace(partial_load_hours=here.load_hours / nodes)
+    every = intervals(here, target_pls)
+    lines: dict[str, tuple[schedule.Costs, schedule.Mode]]
+    lines = {"full": (here, "full"), "partial": (here, "partial"), "partial_shard_load": (shard, "partial")}
     return {
-        f"{key}_percent_emulated": float(percent.mean()),
-        f"{key}_standard_error_points": float(percent.std(ddof=1) / np.sqrt(len(percent))),
-        f"{key}_emulated_minus_modelled_points": float(percent.mean() - 100 * law),
+        f"{line}_percent_modelled": 100 * modelled(of, mode, every[mode]).total for line, (of, mode) in lines.items()
     }
-
-
-def scaling(costs: schedule.Costs, target_pls: float) -> dict[str, dict[str, list[float]]]:
-    """Part 2: {MTBF law: {line: overheads in percent, one for each of COUNTS}}."""
-    node_hours = costs.mtbf_hours * costs.nodes
-    chance = -np.expm1(np.log1p(-1 / costs.mtbf_hours) / costs.nodes)
-    laws = {"linear": lambda n: linear_mtbf(node_hours, n), "independent": lambda n: independent_mtbf(chance, n)}
-    found: dict[str, dict[str, list[float]]] = {}
-    for law, mtbf in laws.items():
-        found[law] = {"full": [], "full_wall": [], "partial": [], "partial_shard_load": []}
-        for n in COUNTS:
-            here = costs._replace(nodes=n, mtbf_hours=mtbf(n))
-            every = intervals(here, target_pls)
-            found[law]["full"].append(100 * modelled(here, "full", every["full"]).total)
-            found[law]["full_wall"].append(100 * overhead_in_wall_time(here, "full", every["full"]))
-            found[law]["partial"].append(100 * modelled(here, "partial", every["partial"]).total)
-            shard = here._replace(partial_load_hours=here.load_hours / n)
-            found[law]["partial_shard_load"].append(100 * modelled(shard, "partial", every["partial"]).total)
-    return found
 
 
 def sources(config: Config) -> dict[str, Failures]:
@@ -158,63 +110,24 @@ def sources(config: Config) -> dict[str, Failures]:
     return found | {f"lanl_{system}": load_lanl(path, system) for system in (18, 19, 20)}
 
 
-def analysis(failures: Failures) -> dict[str, float]:
-    """Part 3 for one source."""
-    gaps = np.diff(interruptions(failures)[0])
-    fits = {"exponential": fit_exponential(gaps), "gamma": fit_gamma(gaps)}
-    gain = fits["gamma"].log_likelihood - fits["exponential"].log_likelihood
-    found = {
-        "failures": len(failures.hours),
-        "interruptions": len(gaps) + 1,
-        "gap_mean_hours": float(gaps.mean()),
-        "gap_median_hours": float(np.median(gaps)),
-        "gap_coefficient_of_variation": float(gaps.std() / gaps.mean()),
-        "gamma_shape": fits["gamma"].shape,
-        "gamma_scale_hours": fits["gamma"].scale_hours,
-        "gamma_over_exponential_log_likelihood": gain,
-        "ks_limit_5_percent": fits["gamma"].ks_limit,
-    }
-    for law, fit in fits.items():
-        found |= {f"{law}_ks_distance": fit.ks_distance, f"{law}_survival_rmse_percent": 100 * fit.survival_rmse}
-    hazard, _ = hazard_by_age(gaps, AGES)
-    for start, end, rate in zip(AGES, AGES[1:], hazard, strict=False):
-        found[f"failures_per_hour_from_{start:g}_to_{end:g}_hours"] = float(rate)
-    for cause, hours in mtbf_by_cause(failures).items():
-        found[f"mtbf_hours_of_{'_'.join(re.findall('[a-z]+', cause.lower()))}"] = hours
-    found["failures_on_worst_5_percent_of_nodes_percent"] = 100 * share_of_worst_nodes(failures, 0.05)
+def replayed(failures: Failures, costs: schedule.Costs, target_pls: float) -> dict[str, float]:
+    """Part 3 for one source: overheads of back-to-back jobs on all its nodes."""
+    known = failures.node >= 0
+    hours, failed = interruptions(
+        failures._replace(hours=failures.hours[known], node=failures.node[known], cause=failures.cause[known])
+    )
+    here = costs._replace(nodes=failures.nodes, mtbf_hours=failures.span_hours / max(1, len(hours)))
+    found = {"nodes": float(failures.nodes), "mtbf_hours": here.mtbf_hours}
+    for mode, every in intervals(here, target_pls).items():
+        replay = replay_in_wall_time(here, mode, every, hours, failures.span_hours, failed)
+        found[f"{mode}_percent_emulated"] = 100 * replay.overhead.total
+        found[f"{mode}_percent_modelled"] = 100 * modelled(here, mode, every).total
+        found[f"{mode}_pls_emulated"] = replay.pls
     return found
 
 
-def replays(failures: Failures, costs: schedule.Costs, config: Config, draws: int) -> list[dict[str, float]]:
-    """Part 4 for one source: one row per number of nodes, with means over random choices of nodes."""
-    rng, rows = np.random.default_rng(config.seed), []
-    for n in [*(n for n in COUNTS if n < failures.nodes), failures.nodes]:
-        found: dict[str, list[float]] = {}
-        for _ in range(draws if n < failures.nodes else 1):
-            hours, failed = interruptions(of_nodes(failures, rng.permutation(failures.nodes)[:n]))
-            here = costs._replace(nodes=n, mtbf_hours=failures.span_hours / max(1, len(hours)))
-            for mode, every in intervals(here, config.target_pls).items():
-                replay = replay_in_wall_time(here, mode, every, hours, failures.span_hours, failed)
-                found.setdefault(f"{mode}_percent_emulated", []).append(100 * replay.overhead.total)
-                found.setdefault(f"{mode}_percent_modelled", []).append(100 * modelled(here, mode, every).total)
-                if mode == "partial":
-                    found.setdefault("partial_pls_emulated", []).append(replay.pls)
-            found.setdefault("mtbf_hours", []).append(here.mtbf_hours)
-        row = {"nodes": float(n)} | {key: float(np.mean(values)) for key, values in found.items()}
-        if n < failures.nodes:
-            row["full_percent_emulated_standard_deviation"] = float(np.std(found["full_percent_emulated"], ddof=1))
-        rows.append(row)
-    return rows
-
-
-def _range(values: Iterable[float], digits: int) -> str:
-    found = list(values)
-    least, most = f"{min(found):.{digits}f}", f"{max(found):.{digits}f}"
-    return least if least == most else f"{least} to {most}"
-
-
-def finding_scaling(results: Mapping[str, Any]) -> str:
-    """Title of the plot of the equations."""
+def finding(results: Mapping[str, Any]) -> str:
+    """Title of the plot."""
     at = lambda line: results[f"linear_mtbf_64_nodes_{line}_percent_modelled"]
     return (
         f"Modelled, MTBF = c / nodes: with 64 nodes full recovery costs {at('full'):.1f} % of the useful time, "
@@ -222,105 +135,46 @@ def finding_scaling(results: Mapping[str, Any]) -> str:
     )
 
 
-def finding_replays(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """Title of the plot of the replays."""
-    last = {mode: [results[f"{name}_all_nodes_{mode}_percent_emulated"] for name in traces] for mode in MODES}
-    ends = [f"{mode} recovery costs {_range(each, 1)} % of the useful time" for mode, each in last.items()]
-    return f"Replayed on all nodes, with failures {results['failures_are']}: {', '.join(ends)}"
-
-
-def finding_failures(results: Mapping[str, Any], traces: Iterable[str]) -> str:
-    """Title of the plot of the gaps between failures; a gamma shape below 1 means bursts."""
-    of = lambda key: [results[f"{name}_{key}"] for name in traces]
-    shapes = of("gamma_shape")
-    bursts = "Failures come in bursts" if max(shapes) < 1 else "Failures do not come in bursts everywhere"
-    misses = {law: _range(of(f"{law}_survival_rmse_percent"), 1) for law in ("gamma", "exponential")}
-    return (
-        f"{bursts}: gamma laws of shape {_range(shapes, 2)} miss the gaps by {misses['gamma']} %, "
-        f"exponential laws by {misses['exponential']} %"
-    )
-
-
-def draw(
-    run: Run, results: Mapping[str, Any], lines: dict, rows: dict[str, list[dict]], traces: dict[str, Failures]
-) -> None:
-    """Three plots: the equations over nodes, replays over nodes, and failures over time."""
-    panels: dict[str, dict[str, tuple]] = {}
-    for law, of_law in lines.items():
-        named = {line.replace("_", " "): (COUNTS, values) for line, values in of_law.items()}
-        panels[f"overhead, %, {law} MTBF"] = named
-    plot(run.directory / "scaling.png", panels, "nodes", finding_scaling(results), log_x=True)
-    panels = {}
-    for name, found in rows.items():
-        nodes = [row["nodes"] for row in found]
-        of = lambda mode, kind, found=found: [row[f"{mode}_percent_{kind}"] for row in found]
-        kinds = itertools.product(MODES, ("emulated", "modelled"))
-        panels[f"overhead, %, {name}"] = {f"{mode} {kind}": (nodes, of(mode, kind)) for mode, kind in kinds}
-    plot(run.directory / "replays.png", panels, "nodes", finding_replays(results, rows), log_x=True)
-    draw_failures_of(run, traces, finding_failures(results, traces))
-
-
-def draw_failures_of(run: Run, traces: dict[str, Failures], title: str) -> None:
-    """Plot the survival function of the gaps with two fitted distributions, and the hazard over age."""
-    panels: dict[str, dict[str, tuple]] = {}
-    for name, failures in traces.items():
-        gaps = np.sort(np.diff(interruptions(failures)[0]))
-        shown = slice(int((gaps < 0.01).sum()), int(0.99 * len(gaps)))
-        xs, longer = gaps[shown], 1 - np.arange(len(gaps))[shown] / len(gaps)
-        panel = panels[f"share of longer gaps, {name}"] = {"seen": (xs, longer)}
-        for law, fit in (("exponential", fit_exponential(gaps)), ("gamma", fit_gamma(gaps))):
-            panel[law] = (xs, gammaincc(fit.shape, xs / fit.scale_hours))
-    middle = np.sqrt(np.maximum(AGES[:-1], 0.5) * AGES[1:])
-    rate = lambda failures: hazard_by_age(np.diff(interruptions(failures)[0]), AGES)[0]
-    panels["failures per hour"] = {name: (middle, rate(failures)) for name, failures in traces.items()}
-    plot(run.directory / "failures.png", panels, "hours since the last failure", title, log_x=True)
+def draw(path: Path, results: Mapping[str, Any]) -> None:
+    """Plot the equations over the number of nodes."""
+    of = lambda line: [results[f"linear_mtbf_{n}_nodes_{line}_percent_modelled"] for n in COUNTS]
+    lines = {line.replace("_", " "): (COUNTS, of(line)) for line in ("full", "partial", "partial_shard_load")}
+    plot(path, {"overhead, %": lines}, "nodes", finding(results), log_x=True)
 
 
 def table(results: dict[str, Any], traces: Iterable[str]) -> str:
     """Format equations against emulation, growth with the number of nodes, and the traces."""
     recovery = {f"{name.upper()}: {mode}": f"setting_{name}_{mode}" for name in SETTINGS for mode in MODES}
     first = {"modelled, %": "{}_percent_modelled", "emulated, %": "{}_percent_emulated"}
-    first |= {"standard error": "{}_standard_error_points", "on the wall clock, %": "{}_wall_percent_emulated"}
-    first |= {"one job, %": "{}_one_job_percent_emulated", "a save every, h": "{}_save_every_hours"}
-    growth = {f"{law} MTBF, {n} nodes": f"{law}_mtbf_{n}_nodes" for law in ("linear", "independent") for n in (8, 64)}
-    parts = ("full", "full_wall", "partial", "partial_shard_load")
+    first |= {"standard error": "{}_standard_error_points", "a save every, h": "{}_save_every_hours"}
+    growth = {f"{n} nodes": f"linear_mtbf_{n}_nodes" for n in COUNTS}
+    parts = ("full", "partial", "partial_shard_load")
     second = {f"{part.replace('_', ' ')}, %": f"{{}}_{part}_percent_modelled" for part in parts}
-    third = {"failures": "{}_failures", "mean gap, h": "{}_gap_mean_hours", "gamma shape": "{}_gamma_shape"}
-    third |= {f"{law} misses, %": f"{{}}_{law}_survival_rmse_percent" for law in ("gamma", "exponential")}
-    third |= {"nodes": "{}_all_nodes_nodes"}
+    third = {"failures": "{}_failures", "MTBF, h": "{}_all_nodes_mtbf_hours", "nodes": "{}_all_nodes_nodes"}
     third |= {f"{mode} recovery, %": f"{{}}_all_nodes_{mode}_percent_emulated" for mode in MODES}
     tables = [grid(results, "setting and recovery", recovery, first), grid(results, "modelled", growth, second)]
     return "\n\n".join([*tables, grid(results, f"failures, {results['failures_are']}", list(traces), third)])
 
 
 def main(config: Config) -> dict:
-    """Run all four parts and return the contents of results.json."""
+    """Run all three parts and return the contents of results.json."""
     run = Run("cpr_scalability", config, config.workdir)
-    horizons, draws = {"smoke": (100, 2), "default": (1000, 20), "paper": (10000, 200)}[config.preset]
+    horizons = {"smoke": 100, "default": 1000, "paper": 10000}[config.preset]
     traces, costs = sources(config), SETTINGS[config.setting]
     results: dict[str, Any] = {
         "overhead_is": "modelled (equations) or emulated (events), never measured",
         "failures_are": "drawn" if config.traces is None else "of real traces",
     }
     for name, setting in SETTINGS.items():
-        results |= equations(name, setting, config.target_pls) | events(name, setting, config, horizons)
-    lines = scaling(costs, config.target_pls)
-    for law, of_law in lines.items():
-        for place, n in enumerate(COUNTS):
-            row = {f"{line}_percent_modelled": values[place] for line, values in of_law.items()}
-            run.log({"source": f"{law} MTBF", "nodes": n} | row)
-            if n in (8, 64):
-                results |= {f"{law}_mtbf_{n}_nodes_{key}": value for key, value in row.items()}
-    rows: dict[str, list[dict[str, float]]] = {}
+        results |= of_setting(name, setting, config, horizons)
+    for n in COUNTS:
+        found = at_nodes(costs, config.target_pls, n)
+        results |= {f"linear_mtbf_{n}_nodes_{key}": value for key, value in found.items()}
     for name, failures in tqdm(traces.items(), unit="trace", disable=None):
-        seen, rows[name] = analysis(failures), replays(failures, costs, config, draws)
-        for row in [seen, *rows[name]]:
-            run.log({"source": name} | row)
-        kept = {key: value for key, value in seen.items() if not key.startswith(("failures_per", "mtbf"))}
-        causes = [key for key in seen if key.startswith("mtbf")][:3]
-        results |= {f"{name}_{key}": value for key, value in (kept | {key: seen[key] for key in causes}).items()}
-        results |= {f"{name}_all_nodes_{key}": value for key, value in rows[name][-1].items()}
-    draw(run, results, lines, rows, traces)
+        found = replayed(failures, costs, config.target_pls)
+        results[f"{name}_failures"] = len(failures.hours)
+        results |= {f"{name}_all_nodes_{key}": value for key, value in found.items()}
+    draw(run.directory / "scaling.png", results)
     run.close(results, table(results, traces))
     return results
 

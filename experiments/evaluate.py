@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import tyro
 from main import subsets
-from main.cli import Figure, Flags, Run, command_line, grid, listing, plot, refuse, say
+from main.cli import Figure, Run, command_line, grid, listing, plot, refuse, say
 from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
 from main.table_data import open_rows
@@ -35,7 +35,7 @@ from jaxrec.checkpoint import restore_for_prediction
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
 from jaxrec.data.tabular import raw
-from jaxrec.files import atomic_write, local_path
+from jaxrec.files import atomic_write
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
@@ -49,11 +49,12 @@ TABLE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Flags):
+class Config:
     """Flags of an evaluation."""
 
-    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
+    run_directory: Annotated[Path, tyro.conf.arg(name="run")]
     """The --workdir of a run of train.py."""
+    workdir: Path | None = None
     path: tuple[Path, ...] = ()
     """Raw files, with or without labels, or one prepared directory; by default the run's own test set."""
     schema: str | None = None
@@ -86,11 +87,7 @@ class Examples(NamedTuple):
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
-    """Return the rows that the flags select.
-
-    Raises:
-      ValueError: the rows are not available, or their ids do not belong to the run.
-    """
+    """Return the rows that the flags select."""
     if run.config["data"] == "synthetic":
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
     if run.config["data"] == "tabular":
@@ -113,11 +110,7 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
 
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
-    """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it.
-
-    Raises:
-      ValueError: no such table or split; another schema than the run's; malformed rows.
-    """
+    """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
     if config.path and not config.path[0].is_dir():
         directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
         table_of_run(run, directory)
@@ -183,12 +176,7 @@ class Predictions(NamedTuple):
 def predict(
     state: TrainState, job: ClickJob, examples: Examples, asked: Asked, fields: Sequence[str] = ()
 ) -> Predictions:
-    """Predict all rows and keep some of their fields; raises `Stopped` on a signal.
-
-    Raises:
-      FloatingPointError: a prediction is not finite.
-      ValueError: there are no rows; or as raised by the source of the rows.
-    """
+    """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
     step, total = job.eval_step(), metrics.empty_evaluation()
     logits, labels, kept = [], [], []
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
@@ -276,11 +264,6 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
 def rules(config: Config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     return {
-        "--run DIR is needed: the --workdir of a run of train.py.": config.run_directory is None,
-        "--preset and --seed are those of the run: leave them out.": config.preset != "default" or config.seed,
-        f"--bootstrap {config.bootstrap} must be 0 for no interval, or at least 2 draws.": (
-            config.bootstrap < 0 or config.bootstrap == 1
-        ),
         f"--path {' '.join(map(str, config.path))}: a prepared directory stands alone, without other files.": (
             len(config.path) > 1 and any(path.is_dir() for path in config.path)
         ),
@@ -295,27 +278,19 @@ def rules(config: Config) -> dict[str, object]:
 
 def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
     """As `rules`, for flags that do not fit the run."""
-    synthetic, inside = trained.config["data"] == "synthetic", config.workdir and local_path(config.workdir)
-    tabular = trained.config["data"] == "tabular"
+    synthetic, tabular = (trained.config["data"] == kind for kind in ("synthetic", "tabular"))
     return {
         f"--schema {config.schema} is for a run of --data tabular, and {trained.directory} is none: leave it out.": (
             config.schema is not None and not tabular
         ),
-        "raw files of a run of --data tabular want --schema, the one that its table was prepared with.": (
-            tabular and config.path and config.path[0].is_file() and config.schema is None
-        ),
         f"{trained.directory} was trained on synthetic clicks, and Criteo rows mean nothing to it: leave out --path, "
         "--prepared and --split.": synthetic and (config.path or config.prepared or config.split != "test"),
-        "--workdir is the directory of the evaluation, and must be another one than --run.": (
-            inside == trained.directory
-        ),
     }
 
 
 def main(config: Config) -> dict[str, Any]:
     """Evaluate a run; return the contents of results.json."""
     refuse(rules(config))
-    assert config.run_directory is not None
     trained = open_run(config.run_directory)
     refuse(rules_of_run(config, trained))
     with stop_on_signals() as asked:

@@ -154,15 +154,7 @@ def write_array(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 class Unpacked:
-    """Arrays of an .npz file, unpacked into one file each, from which any rows can be read.
-
-    Args:
-      path: .npz file.
-      directory: empty directory; takes as many bytes as the file.
-
-    Raises:
-      ValueError: not a file of `export.py --all`, or damaged.
-    """
+    """Arrays of an .npz file, unpacked into one file each, from which any rows can be read."""
 
     def __init__(self, path: Path, directory: Path):
         self._path, self._directory = path, directory
@@ -186,11 +178,7 @@ class Unpacked:
         return np.load(self._directory / self._files[name], mmap_mode="r", allow_pickle=False)
 
     def of_shape(self, name: str, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Return an array, checked for shape and dtype.
-
-        Raises:
-          ValueError: shape or dtype differs; names both.
-        """
+        """Return an array, checked for shape and dtype."""
         array = self[name]
         if array.dtype.kind == "V":  # dtypes unknown to numpy, such as bfloat16
             array = array.view(np.dtype(dtype))
@@ -244,17 +232,7 @@ def shard_of(arrays: Unpacked, name: str, shard: int, part: str, width: int, dty
 
 
 def bring_back(path: Path, into: Path) -> Image:
-    """Write an image from an exported file.
-
-    Args:
-      path: file written by `--all`.
-      into: run or image directory.
-
-    Raises:
-      ValueError: the file is damaged, or its shapes differ from its manifest; the directory holds images of another run
-        or newer ones, or another process saves there.
-      OSError: the disk is full; beside the image, the unpacked file needs space there temporarily.
-    """
+    """Write an image from an exported file."""
     refuse({f"{path} is no file: give what `export.py --all` has written.": not path.is_file()})
     directory, run = images_directory(into), run_of(path)
     with Checkpointer(directory, run=run) as saver:
@@ -266,11 +244,7 @@ def bring_back(path: Path, into: Path) -> Image:
 
 
 def run_of(path: Path) -> str | None:
-    """Return the run id of an exported file, or None if it has none.
-
-    Raises:
-      ValueError: not a file of `export.py --all`.
-    """
+    """Return the run id of an exported file, or None if it has none."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return json.loads(str(arrays[MANIFEST][()]))["run"] or None

@@ -20,15 +20,16 @@ from main.report import scaled
 from main.signals import stop_on_signals
 from sweep import MINUS, again_in, summary, trained_arms
 
-SHALLOW = ("lr", "fm")
-DEEP = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2")
+Model = Literal["lr", "fm", "wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2"]
+SHALLOW: tuple[Model, ...] = ("lr", "fm")
+DEEP: tuple[Model, ...] = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Flags):
     """Flags of the comparison; --preset is that of each run, and --seed the first of the seeds."""
 
-    models: tuple[str, ...] = (*SHALLOW, *DEEP)
+    models: tuple[Model, ...] = (*SHALLOW, *DEEP)
     seeds: int = 3
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: Path | None = None
@@ -50,7 +51,7 @@ def flags_of(config: Config) -> list[str]:
     return words + (["--curved", str(config.curved)] if config.curved else [])
 
 
-def verdict(results: dict[str, Any], models: tuple[str, ...]) -> dict[str, Any]:
+def verdict(results: dict[str, Any], models: Sequence[str]) -> dict[str, Any]:
     """Return whether every deep model beats every shallow one, in the mean over seeds.
 
     >>> verdict({"lr_mean": 0.7, "fm_mean": 0.72, "dnn_mean": 0.75}, ("lr", "fm", "dnn"))
@@ -102,17 +103,8 @@ def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
 
 def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
-    wrong = [model for model in config.models if model not in SHALLOW + DEEP]
-    refuse(
-        {
-            f"--models {' '.join(wrong)} are none of {', '.join(SHALLOW + DEEP)}.": wrong,
-            "--models is empty: give at least one.": not config.models,
-            f"--models {' '.join(config.models)} has one twice.": len(set(config.models)) < len(config.models),
-            "--data criteo needs --path: a directory made by prepare.py.": (
-                config.data == "criteo" and (config.path is None or not config.path.is_dir())
-            ),
-        }
-    )
+    needs_path = config.data == "criteo" and (config.path is None or not config.path.is_dir())
+    refuse({"--data criteo needs --path: a directory made by prepare.py.": needs_path})
     with (
         Run("models", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,

@@ -89,16 +89,11 @@ def fresh_state(spec) -> TrainState:
     return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROW_OPTIMIZER))
 
 
-def chances(rows: int, exponent: float) -> np.ndarray:
-    """Probabilities f64[rows] of the power law."""
-    weight = np.arange(1, rows + 1) ** -exponent
-    return weight / weight.sum()
-
-
 def make_batches(config: Config, number: int, exponent: float, seed: int) -> list[Batch]:
     """Batches of power-law ids; labels are coin flips, as only equality counts here."""
     rng, size = np.random.default_rng(seed), config.batch_size
-    chance = chances(config.rows, exponent)
+    weight = np.arange(1, config.rows + 1) ** -exponent
+    chance = weight / weight.sum()  # of the power law
 
     def draw(*shape):
         return np.asarray(rng.choice(config.rows, shape, p=chance), np.int32)

@@ -29,9 +29,10 @@ from typing import Any
 
 import numpy as np
 from main.cli import Flags, Run, command_line, grid, plot
-from studies.oac_turns import PipelineWay, compare, compiled, in_turns
+from studies.oac_turns import PipelineWay, compare, compiled, turns_of
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job
+from studies.turns import in_turns
 
 MODES = ("async", "oac", "oac_skip_both")
 
@@ -127,7 +128,7 @@ def count_bytes(work: Work, number: int, window: int) -> tuple[dict[str, float],
 def speeds(work: Work, window: int, link: EmulatedLink, rounds: int, counted: int, words: str) -> dict[str, Any]:
     """Rates of the modes over one link, interleaved, and their ratios."""
     ways, options = [PipelineWay(mode) for mode in MODES], {"window": window, "send": link.send, "fetch": link.fetch}
-    times = in_turns(compiled(work, ways, **options), work.batches, rounds, counted, words)
+    times = in_turns(turns_of(compiled(work, ways, **options), work.batches, counted), rounds, words)
     return compare(times, ways, work.job.batch_size)
 
 

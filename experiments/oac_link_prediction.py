@@ -33,9 +33,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, plot, refuse
-from oac_throughput import PipelineWay, compare
+from main.cli import Flags, Run, command_line, grid, plot
+from studies.oac_turns import PipelineWay, compare, turns_of
 from studies.oac_work import turn
+from studies.turns import in_turns
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
@@ -120,8 +121,6 @@ class LinkJob(NamedTuple):
 def make_link_job(config: Config, triples: Triples) -> LinkJob:
     """Build spec, batches, state and update from the flags."""
     size, model = size_of(config), MODELS[config.model]
-    if size.epochs < 1:
-        raise ValueError(f"epochs={size.epochs} must be at least 1.")
     width = size.rank * (2 if config.model == "complex" else 1)
     spec = EmbeddingSpec(
         {"entity": Table(triples.entities, width, config.initial_scale)},
@@ -222,19 +221,14 @@ def rates(config: Config, triples: Triples) -> dict:
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
     widest = max(config.window, 1) + 2
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
-    pipelines = {}
+    pipelines: dict[str, Pipeline] = {}
     for mode in config.modes:
         # Each pipeline donates its dense state, so each needs a copy.
         own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))
         pipelines[mode] = Pipeline(own, job.update, mode=mode, window=window_of(config, mode))
         turn(pipelines[mode], batches, pipelines[mode].window + 2)  # compiles
-    times: dict[str, list[float]] = {mode: [] for mode in pipelines}
-    for _ in tqdm(range(config.rounds or rounds), desc="rates in turns", unit="round", disable=None):
-        for mode, pipeline in pipelines.items():
-            skip = pipeline.window + 2
-            times[mode].append(turn(pipeline, batches[: skip + 1 + counted], skip))
-    arrays = {mode: np.array(each) for mode, each in times.items()}
-    return compare(arrays, [PipelineWay(mode) for mode in config.modes], job.batches.batch_size)
+    times = in_turns(turns_of(pipelines, batches, counted), config.rounds or rounds, "rates in turns")
+    return compare(times, [PipelineWay(mode) for mode in config.modes], job.batches.batch_size)
 
 
 def window_of(config: Config, mode: Mode) -> int | None:
@@ -274,7 +268,6 @@ def draw(run: Run, histories: dict[str, list[dict]]) -> None:
 
 def main(config: Config) -> dict:
     """Train and rank in every mode and return the contents of results.json."""
-    refuse({"--modes names no mode: give some of sync, semisync, async and oac.": not config.modes})
     keep_memory()
     run = Run("oac_link_prediction", config, config.workdir)
     if config.path is None:

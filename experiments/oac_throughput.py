@@ -46,12 +46,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray, unread
 from main.report import Figure, figures, number, said
 from main.run_dir import cores
-from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, in_turns, measure_remote
+from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
 from studies.oac_work import EmulatedLink, Work, bytes_a_batch
 from studies.reference import Job, ratio
+from studies.turns import in_turns
 
 from jaxrec.cluster import Cluster
 
@@ -115,30 +116,6 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     return [PipelineWay(mode) for mode in (*BASIC, *more)]
 
 
-def take_turns(
-    work: Work,
-    ways: list[PipelineWay],
-    link: EmulatedLink | None,
-    size: dict[str, float],
-    rounds: int,
-    counted: int,
-    words: str,
-):
-    """Time all ways over one link in interleaved rounds; `size` holds the bytes that `oac` moves per batch.
-
-    Returns:
-      ({way: seconds per batch f64[rounds]}, {stage: milliseconds f64[rounds]}, {way: programs compiled}).
-    """
-    options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
-    pipelines = compiled(work, ways, **options)
-    stages: list[dict[str, float]] = []
-    times = in_turns(
-        pipelines, work.batches, rounds, counted, words, lambda: stages.append(stages_ms(work, link, size))
-    )
-    alone = {name: np.array([stage[name] for stage in stages]) for name in stages[0]}
-    return times, alone, {name: pipeline.compilations for name, pipeline in pipelines.items()}
-
-
 def stages_ms(work: Work, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:
     """Milliseconds of each stage of a batch alone, by its own workers."""
     stages = work.stages_ms(6)
@@ -158,9 +135,14 @@ def measure_ways(
     rounds: int,
     counted: int,
 ) -> dict:
-    """Rates, ratios and stage times of all ways over one link."""
+    """Rates, ratios and stage times of all ways over one link; `size` holds the bytes that `oac` moves per batch."""
     ways = ways_of(config, regime)
-    times, alone, compiled = take_turns(work, ways, link, size, rounds, counted, regime)
+    options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
+    pipelines = compiled(work, ways, **options)
+    turns = turns_of(pipelines, work.batches, counted) | {"stages": lambda: stages_ms(work, link, size)}
+    times = in_turns(turns, rounds, regime)
+    stages = times.pop("stages")
+    alone = {name: np.array([stage[name] for stage in stages]) for name in stages[0]}
     results: dict[str, Any] = {"emulated_link": link is not None, "rounds": rounds, "counted_batches": counted}
     results |= compare(times, ways, work.job.batch_size)
     results |= {f"stage_ms_{stage}": float(np.median(each)) for stage, each in alone.items()}
@@ -169,7 +151,7 @@ def measure_ways(
     for way in ways:
         if way.mode == "oac":
             results |= ratio(f"pipeline_efficiency{way.name.removeprefix('oac')}", slowest / times[way.name])
-    return results | {f"compilations_{name}": number for name, number in compiled.items()}
+    return results | {f"compilations_{name}": pipeline.compilations for name, pipeline in pipelines.items()}
 
 
 def table(results: dict[str, Any], ways: dict[str, list[PipelineWay]]) -> str:
@@ -250,16 +232,11 @@ def cluster_apart(server_cores: int) -> Iterator[Cluster]:
 
 
 def check(config: Config) -> None:
-    """Refuse inconsistent flags.
-
-    Raises:
-      ValueError: names the first rule that is broken.
-    """
+    """Refuse inconsistent flags."""
     remote = config.link == "remote"
-    refuse({
-        f"{flag} {value} is of --link remote: add that, or leave it out.": value is not None and not remote
-        for flag, value in (("--servers", config.servers), ("--server-cores", config.server_cores))
-    } | {
+    read_by: dict[str, tuple[bool, tuple[str, ...]]] = {"--link remote": (remote, ("servers", "server_cores"))}
+    read_by["--link emulated"] = config.link == "emulated", ("latency_ms",)
+    refuse(unread(config, read_by) | {
         f"--server-cores {config.server_cores} must leave a core of {cores()} to the trainer.": (
             config.server_cores is not None and not 0 < config.server_cores < cores()
         ),

@@ -31,10 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, paired_interval, plot
+from main.cli import Flags, Run, command_line, grid, paired_interval, plot
 from main.report import number
+from studies.oac_turns import turns_of
 from studies.oac_work import EmulatedLink, turn
 from studies.reference import ratio
+from studies.turns import in_turns
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks
@@ -152,12 +154,7 @@ class SkewJob:
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
         for pipeline in pipelines.values():
             turn(pipeline, batches, pipeline.window + 2)  # compiles
-        times: dict[str, list[float]] = {name: [] for name in pipelines}
-        for _ in tqdm(range(rounds), desc="step times in turns", unit="round", disable=None):
-            for name, pipeline in pipelines.items():
-                skip = pipeline.window + 2
-                times[name].append(turn(pipeline, batches[: skip + 1 + counted], skip))
-        return times
+        return in_turns(turns_of(pipelines, batches, counted), rounds, "step times in turns")
 
 
 def arms(config: Config) -> list[Arm]:
@@ -225,14 +222,9 @@ def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
         results[f"test_auc_{key}"] = float(aucs[:, 1].mean())
         results[f"auc_loss_{key}"], results[f"auc_loss_half_interval_{key}"] = paired_interval(aucs[:, 0] - aucs[:, 1])
         results[f"seeds_that_reach_target_{key}"] = sum(step is not None for step in steps)
-        results[f"steps_to_target_{key}"], results[f"steps_to_target_half_interval_{key}"] = mean_and_interval(steps)
+        mean, half = (None, None) if None in steps else paired_interval(steps)
+        results |= {f"steps_to_target_{key}": mean, f"steps_to_target_half_interval_{key}": half}
     return results
-
-
-def mean_and_interval(steps: list[float | None]) -> tuple[float | None, float | None]:
-    """Mean and half interval over the seeds; (None, None) if a seed never reaches the target."""
-    found = [step for step in steps if step is not None]
-    return paired_interval(found) if len(found) == len(steps) else (None, None)
 
 
 def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: float) -> dict[str, Any]:
@@ -245,19 +237,6 @@ def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: flo
         seconds = None if steps is None else 1e-3 * steps * results[f"step_ms_{arm}"]
         results[f"seconds_to_target_modelled_{arm}_exponent_{exponent}"] = seconds
     return results
-
-
-def table(results: dict[str, Any], names: list[str], exponent: float) -> str:
-    """Format all arms of a skew."""
-    show = lambda value, digits: "never in some seed" if value is None else f"{value:.{digits}f}"
-    lines = [f"{'arm':<18}{'AUC lost':<22}{'steps to target':<20}{'step, ms':<12}seconds, modelled"]
-    for arm in names:
-        key = f"{arm}_exponent_{exponent}"
-        half = results[f"auc_loss_half_interval_{key}"]
-        loss = f"{results[f'auc_loss_{key}']:.4f}" + ("" if half is None else f" +- {half:.4f}")
-        steps, seconds = (results[f"{what}_{key}"] for what in ("steps_to_target", "seconds_to_target_modelled"))
-        lines.append(f"{arm:<18}{loss:<22}{show(steps, 0):<20}{results[f'step_ms_{arm}']:<12.2f}{show(seconds, 2)}")
-    return "\n".join(lines)
 
 
 def finding(results: Mapping[str, Any], arms: Sequence[str], exponent: float, what: str) -> str:
@@ -323,7 +302,10 @@ def main(config: Config) -> dict:
     results = quality_of(curves, seeds)
     results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
     draw(run, curves, results, exponent)
-    run.close(results, table(results, list(step_s), exponent))
+    end = f"_{{}}_exponent_{exponent}"
+    columns = {"AUC lost": f"auc_loss{end}", "steps to target": f"steps_to_target{end}", "step, ms": "step_ms_{}"}
+    columns["seconds, modelled"] = f"seconds_to_target_modelled{end}"
+    run.close(results, grid(results, "arm", list(step_s), columns))
     return results
 
 

@@ -72,11 +72,7 @@ LAST_LINES = 60
 
 
 def measure(name: str, out: Path, seconds: float, smoke: bool) -> None:
-    """Run a part in this process and write its file.
-
-    Raises:
-      ValueError: the part needs an accelerator, and jax sees none.
-    """
+    """Run a part in this process and write its file."""
     from main.run_dir import read_environment
 
     part, task = PARTS[name], Task(seconds, smoke)
@@ -101,12 +97,6 @@ def run_part(name: str, command: list[str], out: Path, seconds: float) -> bool:
 
     The process holds a pipe from this one, and ends itself and all its children when the pipe closes: no part keeps
     running, and holding the card, after this process is killed.
-
-    Args:
-      name: name of the part.
-      command: command of its process.
-      out: directory of PART.json and PART.failed.txt.
-      seconds: limit.
 
     Returns:
       Whether the part has written its file.

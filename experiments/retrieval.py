@@ -389,8 +389,6 @@ def main(config: Config) -> dict:
     size = size_of(config)
     refuse(
         {
-            "--ways names no way: give some of corrected, plain and oac.": not config.ways,
-            "--ways names a way twice: each is trained once.": len(set(config.ways)) < len(config.ways),
             f"--batch-size {size.batch_size} must be at least 2: the other examples are the negatives.": (
                 size.batch_size < 2
             ),

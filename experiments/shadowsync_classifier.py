@@ -1,7 +1,6 @@
 """Do ShadowSync's defaults help a plain user? Four threads train a Flax classifier, each on its own shard of the data.
 
-    python experiments/shadowsync_classifier.py                 6 minutes
-    python experiments/shadowsync_classifier.py --busy-loops 2  on a loaded machine
+    python experiments/shadowsync_classifier.py  6 minutes
 
 Nothing here is about recommendation: no tables, no TrainState; parameters are the pytrees of a Flax Linen or Flax NNX
 module. In every step each trainer draws `--batch-size` of its `--examples`, in its own order. 20 classes from a planted
@@ -13,11 +12,8 @@ arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean 
 than without synchronisation. No results are kept.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,8 +51,6 @@ class Config(Flags):
     """Examples in the shard of each trainer."""
     batch_size: int = 64
     learning_rate: float = 1e-3
-    busy_loops: int = 0
-    """Number of processes that keep the cores busy meanwhile."""
 
 
 class Trained(NamedTuple):
@@ -176,18 +170,6 @@ class ClassifierJob:
         }
 
 
-@contextlib.contextmanager
-def busy(processes: int):
-    """Run processes that busy-loop while the context is open."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-
-
 def results_of_models(rows: list[dict]) -> dict[str, Any]:
     """Contents of results.json, from the arms of all seeds."""
     results: dict[str, Any] = {"regime": "free-running", "seeds": 1 + max(row["seed"] for row in rows)}
@@ -224,10 +206,9 @@ def main(config: Config) -> dict:
     rules = {"none": None} | DEFAULTS | ({} if config.preset == "smoke" else OTHERS)
     jobs = {name: ClassifierJob(config, make()) for name, make in MODELS.items()}
     todo = list(itertools.product(range(config.seeds), jobs, rules))
-    with busy(config.busy_loops):
-        for seed, model, arm in tqdm(todo, unit="arm", disable=None):
-            make = rules[arm]
-            run.log({"model": model, "arm": arm} | jobs[model].run(make() if make else None, seed))
+    for seed, model, arm in tqdm(todo, unit="arm", disable=None):
+        make = rules[arm]
+        run.log({"model": model, "arm": arm} | jobs[model].run(make() if make else None, seed))
     results = results_of_models(run.metrics())
     run.close(results, table(results))
     return results

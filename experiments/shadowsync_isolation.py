@@ -14,15 +14,16 @@ no round was merged, as in most runs of the blocked shadow. The pace and the gap
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, command_of, grid
+from main.cli import Flags, Run, bars, command_line, grid
 from main.report import figures, said
 from studies.reference import Job, ratio
 from studies.shadow_work import RULES, TimedTrainer, trainer_turn
-from tqdm import tqdm
+from studies.turns import in_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,15 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     rule, ways = RULES[config.rule](), synchronisers_of(config)
     for way, pace in ways.values():
         trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for number in tqdm(range(rounds), unit="round", disable=None):
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
-            longest = float(times.max() / np.median(times))
-            figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
-            found[name].append(figures)
-            run.log({"round": number, "way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
-    return found
+
+    def turn(name):
+        times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
+        longest = float(times.max() / np.median(times))
+        figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
+        run.log({"way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
+        return figures
+
+    return in_turns({name: functools.partial(turn, name) for name in ways}, rounds, "rounds")
 
 
 def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -113,11 +113,9 @@ def draw(run: Run, results: Mapping[str, Any]) -> None:
 def main(config: Config) -> dict:
     """Run all arms in interleaved rounds and return the contents of results.json."""
     run = Run("shadowsync_isolation", config, config.workdir)
-    command = command_of("shadowsync_isolation", config)
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    first = {"command": command, "regime": "free-running", "rule": config.rule}
-    results = first | rates_over_none(run_in_turns(config, run))
+    results = {"regime": "free-running", "rule": config.rule} | rates_over_none(run_in_turns(config, run))
     draw(run, results)
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}

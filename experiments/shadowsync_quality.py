@@ -36,7 +36,6 @@ import dataclasses
 import functools
 import itertools
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -46,18 +45,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, bars, command_line, command_of, grid, paired_interval, plot, refuse, rule_of_ray
-from main.click_data import click_job, make_model
+from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot, refuse, rule_of_ray, unread
+from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
 from main.pools import SharedStream
 from main.report import figures, number, scaled
-from studies.pools import click_stream, trained_pool
+from studies.pool_kills import trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
 from tqdm import tqdm
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
-from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
+from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
@@ -136,11 +135,7 @@ def size_of(config: Config) -> Size:
 
 
 def script_of(arm: str, config: Config) -> Script | str | None:
-    """How the replicas of an arm are synchronised.
-
-    Raises:
-      ValueError: unknown arm.
-    """
+    """How the replicas of an arm are synchronised."""
     if arm in ("none", "all_reduce"):
         return ALL_REDUCE if arm == "all_reduce" else None
     kind, _, rest = arm.partition("_")
@@ -157,52 +152,33 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
 
 
-class QualityData(NamedTuple):
-    """Training and test data."""
-
-    cardinalities: tuple[int, ...]
-    train: Callable[..., Iterable[Batch]]  # (seed, first=0, every=1) -> batches first, first + every, ...
-    test: Callable[[int], Iterable[Batch]]
-    batches: int
-
-
-def make_quality_data(config: Config, size: Size) -> QualityData:
-    """Synthetic clicks, or prepared Criteo rows in file order."""
+def make_quality_data(config: Config, size: Size) -> Callable[[int], Data]:
+    """Return seed -> its data: synthetic clicks of that seed, or prepared Criteo rows in file order."""
     if config.data == "synthetic":
-        batch_size = config.batch_size or 200
-        cardinalities, batches = scaled_cardinalities(config.rows), size.examples // batch_size
-        clicks = lambda seed: SyntheticClicks(cardinalities, seed=config.seed + seed)
-        test = lambda seed: clicks(seed).stream(2000, batches=max(4, min(100, size.examples // 10_000)), test=True)
-        drawn = lambda seed, first=0, every=1: click_stream(clicks(seed), batch_size, batches)(first, every)
-        return QualityData(cardinalities, drawn, test, batches)
-    from jaxrec.data.criteo import open_split
-    from jaxrec.data.loader import Loader
-
-    if config.path is None:
-        raise ValueError("--data criteo needs --path: a directory made by prepare.py.")
-    train, tested = open_split(config.path, "train"), open_split(config.path, "test")
-    batch_size = config.batch_size or 128
-    batches = min(sum(train.rows), config.examples or sys.maxsize) // batch_size
-    stream = lambda seed, first=0, every=1: itertools.islice(Loader(train, batch_size), first, batches, every)
-    return QualityData(tuple(train.metadata["cardinalities"]), stream, lambda seed: Loader(tested, 2048), batches)
+        batch_size, tested = config.batch_size or 200, max(4, min(100, size.examples // 10_000))
+        sizes = scaled_cardinalities(config.rows), batch_size, size.examples // batch_size
+        return lambda seed: synthetic_clicks(*sizes, config.seed + seed, tested, 2000)
+    assert config.path is not None
+    rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
+    return lambda seed: rows
 
 
-def make_stream(config: Config, size: Size, seed: int) -> Callable[[int, int], Iterable[Batch]]:
+def make_stream(config: Config, size: Size, seed: int) -> Callable[..., Iterable[Batch]]:
     """The training batches of a seed, opened in another process."""
-    return functools.partial(make_quality_data(config, size).train, seed)
+    return make_quality_data(config, size)(seed).train
 
 
 class QualityJob:
     """The model with its compiled programs; each arm of each seed is a fresh emulation."""
 
-    def __init__(self, config: Config, data: QualityData):
+    def __init__(self, config: Config, data: Callable[[int], Data]):
         keep_memory()
-        self.config, self.data = config, data
+        self.config, self.data, (cardinalities, *_) = config, data, data(0)
         rise = lambda rate: lambda step: rate * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
         optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
         row_optimizer, model = rowwise_adagrad(rise(config.row_learning_rate)), make_model("small_dlrm", config.width)
         self.job, self.job_at_servers = (
-            click_job(data.cardinalities, model, optimizer, row_optimizer, config.width, shards, config.seed)
+            click_job(cardinalities, model, optimizer, row_optimizer, config.width, shards, config.seed)
             for shards in (1, SHARDS)
         )
         self.eval_steps = {job.spec.shards: job.eval_step() for job in (self.job, self.job_at_servers)}
@@ -211,7 +187,7 @@ class QualityJob:
     def test(self, state: TrainState, seed: int) -> dict[str, float]:
         """Metrics of a state on the test data."""
         spec = state.tables.spec
-        found = evaluate(state, planned(spec, self.data.test(seed)), self.eval_steps[spec.shards])
+        found = evaluate(state, planned(spec, self.data(seed).test()), self.eval_steps[spec.shards])
         return {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
     def run(self, arm: str, trainers: int, workers: int, seed: int, gap: int | None = None) -> dict[str, Any]:
@@ -223,7 +199,7 @@ class QualityJob:
             script_of(arm, config), seed, self.programs,
         )  # fmt: skip
         start = time.perf_counter()
-        losses = emulation.run(self.data.train(seed))
+        losses = emulation.run(self.data(seed).train(0))
         if self.config.last_rounds:
             emulation.finish()
         replicas = [dense.params for dense in emulation.dense]
@@ -239,13 +215,14 @@ class QualityJob:
 
     def run_in_processes(self, cluster: Cluster, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
         """As `run`, with trainers in processes of their own."""
-        script, batches = script_of(arm, self.config), self.data.batches
+        script = script_of(arm, self.config)
         script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
         in_background = script is not None and script.latency_ticks > 0
         job = self.job_at_servers.of_seed(self.config.seed + seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed), SharedStream(stream, batches),
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(seed),
+            SharedStream(stream, self.data(seed).steps),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip
@@ -390,19 +367,17 @@ def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]
 
 
 def check(config: Config, size: Size) -> None:
-    """Refuse unknown arms and inconsistent flags.
-
-    Raises:
-      ValueError: names the first rule that is broken.
-    """
+    """Refuse unknown arms and inconsistent flags."""
     for arm in size.arms:
         script_of(arm, config)
-    processes = config.where == "processes"
-    refuse({
-        "--pace-seconds is of --where processes: add that, or leave it out.": config.pace_seconds and not processes,
-        "--no-last-rounds is of emulated trainers: those in processes always make last rounds.": (
-            processes and not config.last_rounds
-        ),
+    processes, criteo = config.where == "processes", config.data == "criteo"
+    refuse(unread(config, {
+        "--where processes": (processes, ("pace_seconds",)),
+        "--where emulated": (not processes, ("last_rounds", "shadow_steps")),
+        "--data criteo": (criteo, ("path",)),
+        "--data synthetic": (not criteo, ("rows",)),
+    }) | {
+        "--data criteo needs --path: a directory made by prepare.py.": criteo and config.path is None,
         "the arm all_reduce waits in every step: --where processes has arms that run freely.": (
             processes and "all_reduce" in size.arms
         ),
@@ -452,7 +427,7 @@ def main(config: Config) -> dict:
         same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
         for key in tqdm(todo, unit="arm", disable=None):
             run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
-    results = {"command": command_of("shadowsync_quality", config)} | results_of_arms(run.metrics())
+    results = results_of_arms(run.metrics())
     draw(run, results)
     run.close(results, table(results))
     return results

@@ -41,19 +41,20 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, command_of, plot, refuse, rule_of_ray
+from main.cli import Flags, Run, bars, command_line, grid, listing, plot, refuse, rule_of_ray, unread
 from main.report import figures, said
 from studies.pool_work import measured_processes
 from studies.reference import Job, ratio, reference_work
 from studies.shadow_protocol import WAYS, Point, emulate, simulate
 from studies.shadow_work import FORMS_OF_RULES, Trainers
 from studies.sides import Side
+from studies.turns import in_turns
 from tqdm import tqdm
 
 SHORTEST_STEP_S = 0.02  # of a sleeping trainer, so that two cores can wake 64 of them
@@ -118,11 +119,8 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
     with ThreadPoolExecutor(2) as pool:
         processes = pool.map(lambda n: Side(functools.partial(Trainers, job, n, config.pace_seconds)), numbers)
         sides = dict(zip(numbers, processes, strict=True))
-    found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
-    for number in tqdm(range(preset.rounds), desc="measured", unit="round", disable=None):
-        first = number % len(turns)
-        for way, n in turns[first:] + turns[:first]:
-            found[way, n].append(sides[n].ask("run", (way, preset.measured_steps)))
+    ways = {(way, n): functools.partial(sides[n].ask, "run", (way, preset.measured_steps)) for way, n in turns}
+    found = in_turns(ways, preset.rounds, "measured")
     for side in sides.values():
         side.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
@@ -249,19 +247,32 @@ def draw_measured(run: Run, results: dict[str, Any]) -> None:
         bars(run.directory / "measured.png", {label: series}, finding_measured(results), {label: {"no cost": 1.0}})
 
 
+def table(results: Mapping[str, Any], points: Iterable[Point]) -> str:
+    """Format the measured figures, then those of sleeping and simulated trainers, a line per point."""
+    alone = {key: value for key, value in results.items() if not any(key.endswith(point.label) for point in points)}
+    columns = {
+        f"{kind.partition('_')[0]}: {words}": f"{kind}_{key}_{{}}"
+        for kind in ("emulated_sleep", "simulated")
+        for words, key in (("of the ideal rate", "of_ideal"), ("sync gap, steps", "average_sync_gap"))
+    }
+    return listing(alone) + "\n\n" + grid(results, "protocol", [point.label for point in points], columns)
+
+
 def main(config: Config) -> dict:
     """Run the three parts and return the contents of results.json."""
-    if config.saturation <= 1:
-        raise ValueError(f"saturation={config.saturation} must be above 1: one trainer waits for its own rounds only.")
-    if config.where == "processes":
-        refuse(rule_of_ray())
+    processes = config.where == "processes"
+    refuse(
+        unread(config, {"--where threads": (not processes, ("tensors", "saturation"))})
+        | {f"--saturation {config.saturation} must be above 1: one trainer waits for no other.": config.saturation <= 1}
+        | (rule_of_ray() if processes else {})
+    )
     jax.config.update("jax_platforms", "cpu")
     run = Run("shadowsync_scaling", config, config.workdir, config.resume)
-    preset, command = PRESETS[config.preset], command_of("shadowsync_scaling", config)
+    preset = PRESETS[config.preset]
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
-    results: dict[str, Any] = {"command": command, "regime": "free-running"}
-    if config.where == "processes":
+    results: dict[str, Any] = {"regime": "free-running"}
+    if processes:
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
         results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
         draw_measured(run, results)
@@ -284,7 +295,7 @@ def main(config: Config) -> dict:
     for kind, rows in (("emulated_sleep", emulated), ("simulated", simulated)):
         draw(run, results, kind, rows)
     draw_measured(run, results)
-    run.close(results)
+    run.close(results, table(results, common + more))
     return results
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, command_of
+from main.cli import Flags, Run, command_line
 from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -254,7 +254,6 @@ def cases_of_soak(config: Config):
 def main(config: Config) -> dict:
     """Run sets until the time is up, each case at least once, and return the contents of results.json."""
     run = Run("shadowsync_soak", config, config.workdir)
-    command = command_of("shadowsync_soak", config)
     if config.preset == "smoke":
         config = dataclasses.replace(
             config, minutes=0.0, seconds_each=1.5, parameters=20_000, trainers=4, timeout_s=2.0
@@ -270,7 +269,6 @@ def main(config: Config) -> dict:
             bar.update()
     total = lambda key: sum(row[key] for row in rows)
     results = {
-        "command": command,
         "regime": "free-running",
         "minutes": config.minutes,
         "trainers": config.trainers,

@@ -28,6 +28,7 @@ from main.cli import Figure, Flags, Run, bars, command_line, grid, listing, plot
 from main.report import figures, number, said
 from studies.reference import Job, ratio
 from studies.sides import Failed, JaxSide, Side, TorchSide
+from studies.turns import in_turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +64,12 @@ def started(config: Config, steps: int) -> dict[str, Side]:
 def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str, np.ndarray]:
     """Seconds per step, f64[rounds], of every side, and of what jaxrec's step consists of, interleaved."""
     ours = sides["jaxrec"]
-    turns: dict[str, list[float]] = {name: [] for name in [*sides, "gemm", "planned", *STEP_PARTS]}
-    # Interleaved: a slow minute of the machine hits all sides and cancels in their ratios.
-    for _ in range(rounds):
-        for name, side in sides.items():
-            turns[name].append(side.ask("run", steps))
-        turns["gemm"].append(ours.ask("gemm", steps))
-        turns["planned"].append(ours.ask("run_planned", steps))
-        for name, seconds in ours.ask("parts", steps).items():
-            turns[name].append(seconds)
+    ask = lambda side, what: functools.partial(side.ask, what, steps)
+    asked = {name: ask(side, "run") for name, side in sides.items()}
+    asked |= {"gemm": ask(ours, "gemm"), "planned": ask(ours, "run_planned"), "parts": ask(ours, "parts")}
+    turns = in_turns(asked, rounds, "rounds")
+    parts = turns.pop("parts")
+    turns |= {name: [each[name] for each in parts] for name in STEP_PARTS}
     return {name: np.array(times) for name, times in turns.items()}
 
 

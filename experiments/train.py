@@ -21,9 +21,9 @@ import itertools
 import sys
 from collections.abc import Callable
 
-from main.cli import Run, command_line, listing, paired_interval, refuse, say
+from main.cli import Run, command_line, listing, paired_interval, refuse, say, unread
 from main.click_data import ClickJob, click_job, make_model
-from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of, unread
+from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of
 from main.plots import TABLE, draw
 from main.pools import train_pool
 from main.recorder import Past, Recorder, check_seeds, resumed

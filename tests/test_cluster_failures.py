@@ -17,8 +17,9 @@ from cluster_failures import Config, check, kills_of, modelled, of_kills, overhe
 from cluster_soak import drawn
 from hypothesis import given
 from hypothesis import strategies as st
+from main.cli import refuse_small
 from studies.cluster_work import ARMS, SCHEMES, Kill
-from studies.pools import PoolKiller, pool_figures
+from studies.pool_kills import PoolKiller, pool_figures
 from studies.server_kills import alive_after
 
 from jaxrec.cpr import schedule
@@ -106,23 +107,30 @@ def test_overheads_are_over_the_run_without_failures_and_equations_take_measured
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"kills": 0}, "--kills 0 must be at least 1"),
+        ({"kills": 0}, "--kills 0 must be a number of at least 1"),
         ({"kills": 3, "steps": 20}, "--kills 3 are too many for --steps 20"),
         ({"servers": 9}, "--servers 9 must be at most 8"),
         ({"save_every_steps": 5}, "--save-every-steps 5 must be at least 8"),
         ({"target_pls": 0.0}, "--target-pls 0 must be above 0"),
+        ({"trainers": 3}, "--trainers 3 is for --kill trainers or sync: add that"),
+        ({"kill": ("sync",), "spares": 2}, "--spares 2 is for --kill servers alone"),
+        ({"kill": ("trainers", "servers"), "target_pls": 0.2}, "--target-pls 0.2 is for --kill servers alone"),
+        ({"kill": ("trainers",), "save_every_steps": 9.0}, "--save-every-steps 9.0 is for --kill servers alone"),
+        ({"trace": Path("a.json"), "fail_shape": 1.0}, "--fail-shape 1.0 is for gaps that are drawn, without --trace"),
+        ({"trace": Path("a.json"), "lanl_system": 8}, "--lanl-system 8 is for --trace with LANL's records"),
     ],
     ids=str,
 )
 def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags, words):
     with pytest.raises(ValueError, match=words):
-        check(sized(Config(**flags)))
+        refuse_small(Config(**flags))
+        check(Config(**flags))
 
 
 def test_without_ray_it_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install -e '.\[cluster\]'"):
-        check(sized(Config()))
+        check(Config())
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """A plan for many servers follows from given costs, and costs from measured times; the measurement needs Ray."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import cluster_plan
 import numpy as np
 import pytest
-from cluster_plan import Config, Job, check, of_limits, of_step, of_tables, planned
+from cluster_plan import Config, Job, check, names_of, of_limits, of_step, of_tables, planned
 from hypothesis import given
 from hypothesis import strategies as st
 from studies.cluster_costs import Costs, Timed, fitted
@@ -35,7 +36,7 @@ def test_a_step_is_its_parts_and_batches_in_flight_hide_the_shorter_one(job, pai
 
 @given(jobs, costs)
 def test_twice_the_servers_hold_half_each_and_cost_their_messages_more(job, paid):
-    twice = job._replace(servers=2 * job.servers)
+    twice = dataclasses.replace(job, servers=2 * job.servers)
     for key in ("server_gb_modelled", "server_access_counts_gb_modelled"):
         assert of_tables(twice)[key] == pytest.approx(of_tables(job)[key] / 2)
     more = of_step(twice, paid)["read_ms_modelled"] - of_step(job, paid)["read_ms_modelled"]
@@ -46,14 +47,14 @@ def test_twice_the_servers_hold_half_each_and_cost_their_messages_more(job, paid
 def test_at_each_limit_that_is_named_the_two_sides_are_equal(job, paid):
     limits = of_limits(job, paid)
     rows = limits["rows_per_step_that_oac_hides_modelled"]
-    step = of_step(job._replace(rows_per_step=rows), paid)
+    step = of_step(dataclasses.replace(job, rows_per_step=rows), paid)
     if rows > 0:
         assert step["read_ms_modelled"] + step["put_ms_modelled"] == pytest.approx(job.compute_ms, rel=1e-6)
     servers = limits["servers_whose_messages_take_the_computation_modelled"]
     if servers > 0:
-        none = of_step(job._replace(servers=servers, rows_per_step=0), paid)
+        none = of_step(dataclasses.replace(job, servers=servers, rows_per_step=0), paid)
         assert none["read_ms_modelled"] + none["put_ms_modelled"] == pytest.approx(job.compute_ms, rel=1e-6)
-    free = paid._replace(read_message_ms=0.0, put_message_ms=0.0)
+    free = dataclasses.replace(paid, read_message_ms=0.0, put_message_ms=0.0)
     assert not any("servers_whose" in key for key in of_limits(job, free))
 
 
@@ -74,7 +75,7 @@ def test_costs_that_times_were_made_of_are_found_again_and_noise_makes_none_nega
     assert min(fitted([one._replace(ms=one.ms * rng.uniform(0.5, 2)) for one in times])) >= 0
 
 
-WRONG = [(name, value) for name in (*Job._fields, *Costs._fields) for value in (-1.0, math.nan, math.inf)]
+WRONG = [(name, value) for name in (*names_of(Job), *names_of(Costs)) for value in (-1.0, math.nan, math.inf)]
 WRONG += [("terabytes", 0.0), ("servers", 0), ("save_mb_per_s", 0.0), ("read_row_us", 0.0), ("target_pls", 2.0)]
 
 
@@ -99,9 +100,9 @@ def test_costs_are_measured_over_processes_and_planned_with(tmp_path):
     done = subprocess.run([*command, "--workdir", tmp_path / "run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "results.json").read_text())
-    paid = {name: found[f"{name}_measured"] for name in Costs._fields}
+    paid = {name: found[f"{name}_measured"] for name in names_of(Costs)}
     assert all(paid[name] > 0 for name in ("read_row_us", "put_row_us", "save_mb_per_s", "restore_mb_per_s", "start_s"))
-    plan = planned(Job(*(getattr(Config(), name) for name in Job._fields)), Costs(**paid))
+    plan = planned(Job(*(getattr(Config(), name) for name in names_of(Job))), Costs(**paid))
     assert {key: found[key] for key in plan} == pytest.approx(plan)
     times = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {(one["verb"], one["servers"], one["rows"]) for one in times} == {

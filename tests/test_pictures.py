@@ -23,8 +23,6 @@ from main.plots import bars, identical, plot, ticks
 from main.report import Figure
 from studies.shadow_protocol import Point
 
-from jaxrec.cpr.failure import draw_failures
-
 
 def with_interval(key, value, half, end=""):
     """A flat result with the ends of its interval."""
@@ -79,7 +77,7 @@ def of_modes(*labels, windows=()):
 
 
 def of_accuracy(**non_inferior):
-    results = {"seeds": 3, "setting_a_cpr_percent_modelled": 0.53, "setting_a_full_percent_modelled": 8.5}
+    results = {"seeds": 3}
     for place, scheme in enumerate(cpr_overhead.SCHEMES):
         results |= {f"cpr_{scheme}_test_auc_loss": 3e-4 - 2e-4 * place}
         results |= {f"cpr_{scheme}_test_auc_loss_half_interval": 2e-4}
@@ -96,17 +94,11 @@ def of_saves():
     return over | with_interval("one_shard_over_full_restore", 0.076, 0.01)
 
 
-TRACES = ("infinitehbd_like", "lanl_20_like")
-
-
-def of_traces(shape):
-    results = {"failures_are": "drawn"}
-    for place, name in enumerate(TRACES):
-        of = {"gamma_shape": shape + place / 10, "gamma_survival_rmse_percent": 1.1 + place}
-        of |= {"exponential_survival_rmse_percent": 5.0 + place, "all_nodes_full_percent_emulated": 11.0 + place}
-        results |= {f"{name}_{key}": value for key, value in (of | {"all_nodes_partial_percent_emulated": 0.7}).items()}
-    for line, percent in (("full", 25.7), ("partial", 2.78), ("partial_shard_load", 0.25)):
-        results[f"linear_mtbf_64_nodes_{line}_percent_modelled"] = percent
+def of_nodes():
+    results = {}
+    for place, n in enumerate(cpr_scalability.COUNTS):
+        for line, percent in (("full", 9.0), ("partial", 2.78), ("partial_shard_load", 0.25)):
+            results[f"linear_mtbf_{n}_nodes_{line}_percent_modelled"] = percent * (place + 1)
     return results
 
 
@@ -187,10 +179,6 @@ FINDINGS = {
         "OAC, with the results of sync, has 1.15 of its rate over a link as slow as compute and 1.40 without a link; "
         "async, whose rows are stale, 1.10 and 1.35",
     ),
-    "overhead": (
-        lambda: cpr_overhead.finding_overhead(of_accuracy(), "a"),
-        "Setting A, modelled: CPR costs 0.53 % of the useful time, full recovery 8.50 %",
-    ),
     "accuracy": (
         lambda: cpr_overhead.finding_accuracy(of_accuracy(mfu=True, vanilla=False), 2),
         "AUC lost to 2 failures, beside a margin of 0.0005 (3 seeds): below it mfu; above it vanilla; not settled "
@@ -206,23 +194,9 @@ FINDINGS = {
         "one shard 0.076 (0.066 to 0.086) of that of a full restore",
     ),
     "equations": (
-        lambda: cpr_scalability.finding_scaling(of_traces(0.5)),
-        "Modelled, MTBF = c / nodes: with 64 nodes full recovery costs 25.7 % of the useful time, CPR 2.8 %, and "
-        "0.25 % where it loads the lost shard alone",
-    ),
-    "replays": (
-        lambda: cpr_scalability.finding_replays(of_traces(0.5), TRACES),
-        "Replayed on all nodes, with failures drawn: full recovery costs 11.0 to 12.0 % of the useful time, partial "
-        "recovery costs 0.7 % of the useful time",
-    ),
-    "gaps": (
-        lambda: cpr_scalability.finding_failures(of_traces(0.5), TRACES),
-        "Failures come in bursts: gamma laws of shape 0.50 to 0.60 miss the gaps by 1.1 to 2.1 %, exponential laws by "
-        "5.0 to 6.0 %",
-    ),
-    "gaps without bursts": (
-        lambda: cpr_scalability.finding_failures(of_traces(0.95), TRACES)[:40],
-        "Failures do not come in bursts everywher",
+        lambda: cpr_scalability.finding(of_nodes()),
+        "Modelled, MTBF = c / nodes: with 64 nodes full recovery costs 36.0 % of the useful time, CPR 11.1 %, and "
+        "1.00 % where it loads the lost shard alone",
     ),
     "kills, full": (
         lambda: cluster_failures.finding(of_kills(), "full"),
@@ -283,14 +257,6 @@ def draw_slopes(run):
     cpr_pls.draw(run, rows, of_slopes(), ("vanilla", "mfu"))
 
 
-def draw_scalability(run):
-    traces = {name: draw_failures(20, 4000, 64, seed, 0.5) for seed, name in enumerate(TRACES)}
-    lines = cpr_scalability.scaling(cpr_scalability.SETTINGS["a"], 0.1)
-    of = {f"{mode}_percent_{kind}": 3.0 for mode in cpr_scalability.MODES for kind in ("emulated", "modelled")}
-    rows = {name: [{"nodes": n} | of | {"full_percent_emulated": n / 8} for n in (8.0, 16.0, 64.0)] for name in traces}
-    cpr_scalability.draw(run, of_traces(0.5), lines, rows, traces)
-
-
 def draw_saves(run):
     what = {f"{name}_{key}_s": 0.5 for name in cpr_real_cost.WAYS for key in ("save", "stall")}
     rows = [{key: value + round_ / 10 for key, value in what.items()} for round_ in range(5)]
@@ -323,7 +289,6 @@ def draw_swept_throughput(run):
     throughput.draw(run, config, results)
 
 
-PARTS = {"save": 4.0, "load": 0.3, "lost_work": 4.0, "reschedule": 0.0}
 ALL_LINKS = ("balanced_link", "link_link", "compute_link", "no_link")
 PICTURES = {
     "isolation": (lambda run: shadowsync_isolation.draw(run, of_isolation()), 1),
@@ -334,13 +299,10 @@ PICTURES = {
     "modes": (lambda run: oac_throughput.draw(run, *reversed(of_modes(*ALL_LINKS))), 2),
     "modes, servers": (lambda run: oac_throughput.draw(run, *reversed(of_modes("remote"))), 1),
     "windows": (lambda run: oac_throughput.draw(run, *reversed(of_modes("remote", windows=(2, 4, 8, 16)))), 1),
-    "overhead": (
-        lambda run: cpr_overhead.draw(run, cpr_overhead.Config(), of_accuracy(), {"A: full": PARTS, "A: cpr": PARTS}),
-        2,
-    ),
+    "accuracy": (lambda run: cpr_overhead.draw_accuracy(run.directory / "accuracy.png", of_accuracy(), 2), 1),
     "slopes": (draw_slopes, 1),
     "saves": (draw_saves, 1),
-    "scalability": (draw_scalability, 3),
+    "scalability": (lambda run: cpr_scalability.draw(run.directory / "scaling.png", of_nodes()), 1),
     "cluster": (draw_cluster, 5),
     "throughput": (lambda run: throughput.draw(run, throughput.Config(), of_throughput()), 1),
     "throughput, alone": (lambda run: throughput.draw(run, throughput.Config(), of_throughput(peers=False)), 1),

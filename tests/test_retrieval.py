@@ -186,8 +186,6 @@ def test_differences_are_within_seeds_and_one_other_digest_is_told():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"ways": ()}, "--ways names no way"),
-        ({"ways": ("plain", "plain")}, "a way twice"),
         ({"batch_size": 1}, "--batch-size 1 must be at least 2"),
         ({"examples": 100}, "--examples 100 must fill a batch, of 256"),
         ({"temperature": 0.0}, "--temperature 0.0 must be above 0"),

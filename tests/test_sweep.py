@@ -44,7 +44,6 @@ def test_differences_are_within_seeds():
         ({"vary": ("model",)}, "'model' is no flag with values"),
         ({"vary": ("=lr",)}, "'=lr' is no flag with values"),
         ({"vary": ("seed=0,1",)}, "gives --seed itself"),
-        ({"vary": ("model=lr,lr",)}, "has a value twice"),
         ({"vary": ("model=lr,fm", "model=dnn")}, "model is given twice"),
         ({"fixed": ("workdir=a",)}, "gives --workdir itself"),
         ({"fixed": ("--preset=smoke",)}, "gives --preset itself"),
@@ -109,9 +108,6 @@ def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"models": ("lr", "gpt")}, "--models gpt are none of lr, fm"),
-        ({"models": ()}, "--models is empty"),
-        ({"models": ("lr", "lr")}, "has one twice"),
         ({"data": "criteo"}, "--data criteo needs --path"),
         ({"data": "criteo", "path": Path("/nowhere")}, "--data criteo needs --path"),
     ],

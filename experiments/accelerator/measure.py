@@ -22,9 +22,6 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
     Returns:
       {'median', 'low', 'high', 'rounds'}; low and high are None for a single round.
 
-    Raises:
-      ValueError: no rounds, or one that is not finite.
-
     >>> interval([1.0, 2.0, 9.0])["median"]
     2.0
     >>> interval([3.0])
@@ -41,11 +38,7 @@ def interval(values, draws: int = 2000) -> dict[str, Any]:
 
 
 def over(above, below) -> dict[str, Any]:
-    """Return the interval of a ratio within each round, such as that of the times of two ways.
-
-    Raises:
-      ValueError: the numbers of rounds differ.
-    """
+    """Return the interval of a ratio within each round, such as that of the times of two ways."""
     above, below = np.asarray(above, np.float64), np.asarray(below, np.float64)
     if above.shape != below.shape:
         raise ValueError(f"{above.shape} and {below.shape} rounds cannot be paired: take both from one `in_turns`.")

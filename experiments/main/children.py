@@ -26,12 +26,7 @@ def trained(
     """Return the results of a run of train.py, training it now unless it is complete.
 
     Args:
-      run: parent run, whose directory holds this one.
       name: name of its directory there, and of its log file.
-      what: description for messages.
-      flags: flags of train.py.
-      asked: from `stop_on_signals`; its words say how to resume.
-      env: environment; that of this process if None.
       shown: whether to show the output instead of logging it.
 
     Raises:

@@ -3,9 +3,8 @@
 import dataclasses
 import importlib.util
 import math
-import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ __all__ = [
     "Run",
     "bars",
     "command_line",
-    "command_of",
     "grid",
     "listing",
     "paired_interval",
@@ -39,15 +37,16 @@ __all__ = [
     "rule_of_ray",
     "say",
     "stacked_bars",
+    "unread",
 ]
 
 _LEAST = {
     "seed": 0, "seeds": 1, "steps": 1, "evaluations": 1, "save_every_steps": 0, "batch_size": 1, "examples": 1,
     "rows": 1, "shards": 1, "embedding_width": 1, "width": 1, "rank": 1, "learning_rate": 0, "row_learning_rate": 0,
     "trainers": 1, "workers": 1, "window": 1, "epochs": 1, "negatives": 1, "minutes": 0, "soak_minutes": 0,
-    "servers": 1, "rounds": 0, "failures": 0, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1, "every_steps": 1,
-    "min_count": 1, "hash_cap": 2, "max_bad_rows": 0, "patience": 1, "mtbf_steps": 1, "fail_shape": 0.01,
-    "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0, "spares": 0, "hots_scale": 0,
+    "servers": 1, "rounds": 0, "failures": 0, "kills": 1, "deltas": 1, "warmup_steps": 0, "shadow_steps": 1,
+    "every_steps": 1, "min_count": 1, "hash_cap": 2, "max_bad_rows": 0, "patience": 1, "mtbf_steps": 1,
+    "fail_shape": 0.01, "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0, "spares": 0, "hots_scale": 0,
 }  # fmt: skip
 
 
@@ -77,37 +76,29 @@ def command_line(main: Callable[[Any], dict], config: type, description: str | N
         leave(stopped, requeue=getattr(flags, "requeue", False))
 
 
-def command_of(name: str, config: Flags) -> str:
-    """Return the command line that reproduces these flags, without those at their defaults.
-
-    Args:
-      name: name of the experiment.
-      config: parsed flags; `workdir` and `resume` are left out.
-
-    >>> command_of("train", Flags(preset="smoke", workdir=Path("runs/a"), seed=3))
-    'python experiments/train.py --preset smoke --seed 3'
-    """
-    words = ["python", f"experiments/{name}.py"]
-    for field in dataclasses.fields(config):
-        value, flag = getattr(config, field.name), field.name.replace("_", "-")
-        if field.name in ("workdir", "resume") or value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return shlex.join(words)
-
-
 def refuse(broken: Mapping[str, object]) -> None:
-    """Raise the first broken rule of {sentence: whether it is broken}.
-
-    Raises:
-      ValueError: with that sentence.
-    """
+    """Raise the first broken rule of {sentence: whether it is broken}, as a ValueError with that sentence."""
     for sentence, is_broken in broken.items():
         if is_broken:
             raise ValueError(sentence)
+
+
+def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
+    """Return {problem and remedy: whether it applies}, for `refuse`, for flags that are given but read by nothing.
+
+    Args:
+      read_by: {reader: (whether the run has it, flags that it reads)}.
+    """
+    broken = {}
+    for reader, (there, names) in read_by.items():
+        for name in names:
+            value = getattr(config, name)
+            words = [*map(str, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))]
+            flag = " ".join([f"--{'no-' * (value is False)}{name.replace('_', '-')}", *words])
+            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
+                not there and value != type(config).__dataclass_fields__[name].default
+            )
+    return broken
 
 
 def rule_of_ray() -> dict[str, object]:
@@ -117,11 +108,7 @@ def rule_of_ray() -> dict[str, object]:
 
 
 def refuse_small(config: object) -> None:
-    """Check every numeric flag against its minimum; infinity and NaN are refused too.
-
-    Raises:
-      ValueError: names the flag, its value and the minimum.
-    """
+    """Check every numeric flag against its minimum; infinity and NaN are refused too."""
     for name, least in _LEAST.items():
         values = getattr(config, name, None)
         for value in values if isinstance(values, tuple) else (values,):

@@ -83,11 +83,8 @@ def click_job(
     Args:
       cardinalities: rows of each table: C1, C2 and so on.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
-      optimizer: optimizer of the dense parameters.
-      row_optimizer: optimizer of the rows.
       width: E, of all tables.
       shards: S, of every table.
-      seed: seed of the initial rows.
     """
     fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
     tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
@@ -111,9 +108,6 @@ def make_model(name: str, width: int) -> nn.Module:
 
     'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
     'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
-
-    Raises:
-      ValueError: no such model.
     """
     models = {
         "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
@@ -174,18 +168,9 @@ def synthetic_clicks(
     """Build training batches of the synthetic click log, and disjoint ones for validation and test.
 
     Args:
-      cardinalities: rows of each table.
-      batch_size: training batch size.
       steps: steps of one epoch.
-      seed: seed of the log and of its order.
       test_batches: number of test batches, and of validation batches.
       test_batch_size: batch size of both.
-      epochs: passes over the batches.
-      shuffle: whether each epoch has its own order.
-      curved: as for `SyntheticClicks`.
-
-    Raises:
-      ValueError: no batch to train on.
     """
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
@@ -206,40 +191,12 @@ def synthetic_clicks(
     )
 
 
-def criteo_clicks(
-    directory: Path,
-    batch_size: int | None = None,
-    steps: int | None = None,
-    examples: int | None = None,
-    padded: bool = True,
-    epochs: int = 1,
-    shuffle_seed: int | None = None,
-    validation_fraction: float = 0.0,
-) -> Data:
-    """Build batches of prepared Criteo rows.
-
-    Args:
-      directory: made by prepare.py.
-      batch_size: None to choose by the number of rows.
-      steps: limit over all epochs.
-      examples: limit per epoch; the first ones are kept.
-      padded: whether to pad an incomplete last batch of an epoch, or to drop it.
-      epochs: passes over the rows.
-      shuffle_seed: None for file order; else each epoch has its own order.
-      validation_fraction: share of the training rows held out for validation: the last ones, or random ones if the
-        preparation split at random.
-
-    Raises:
-      ValueError: there is no batch to train on or no row to validate on; the directory holds no prepared rows.
-    """
+def criteo_clicks(directory: Path, *sizes: int | None, **how: Any) -> Data:
+    """Build batches of prepared Criteo rows, as `data_of_blocks`; validation is held out as the test set was."""
     from jaxrec.data.criteo import open_split
 
     split, test = open_split(directory, "train"), open_split(directory, "test")
-    data = data_of_blocks(
-        split, test, None, batch_size=batch_size, steps=steps, examples=examples, padded=padded, epochs=epochs,
-        shuffle_seed=shuffle_seed, validation_fraction=validation_fraction,
-        at_random=split.metadata["options"]["split"] == "random",
-    )  # fmt: skip
+    data = data_of_blocks(split, test, None, *sizes, at_random=split.metadata["options"]["split"] == "random", **how)
     return data._replace(cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory))
 
 
@@ -247,9 +204,9 @@ def data_of_blocks(
     split: BlockSource,
     test: BlockSource,
     validation: BlockSource | None,
-    *,
     batch_size: int | None = None,
     steps: int | None = None,
+    *,
     examples: int | None = None,
     padded: bool = True,
     epochs: int = 1,
@@ -260,14 +217,14 @@ def data_of_blocks(
     """Build batches of blocks of rows; the caller adds the cardinalities.
 
     Args:
-      split: training rows.
-      test: test rows.
       validation: validation rows; None to hold out training rows, or for none.
-      at_random: whether to hold out random rows instead of the last ones.
-      batch_size, steps, examples, padded, epochs, shuffle_seed, validation_fraction: as for `criteo_clicks`.
-
-    Raises:
-      ValueError: there is no batch to train on or no row to validate on.
+      batch_size: None to choose by the number of rows.
+      steps: limit over all epochs.
+      examples: limit per epoch; the first ones are kept.
+      padded: whether to pad an incomplete last batch of an epoch, or to drop it.
+      shuffle_seed: None for file order; else each epoch has its own order.
+      validation_fraction: share of the training rows held out for validation: the last ones, or random ones.
+      at_random: whether to hold out random rows.
     """
     # One pass over few rows needs many small steps: AUC 0.69-0.75 with 2,048, 0.756 with 128.
     batch_size = batch_size or (128 if sum(split.rows) < 1_000_000 else 2048)
@@ -328,9 +285,6 @@ def set_apart(source: BlockSource, rows: int, seed: int | None = None) -> tuple[
       source: blocks whose columns are arrays.
       rows: number of rows to hold out, from 0 to all.
       seed: None to hold out the last ones; else random ones, an equal share of every block.
-
-    Raises:
-      ValueError: the source has fewer rows.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]

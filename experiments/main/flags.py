@@ -18,6 +18,7 @@ from typing import Any, Literal
 import optax
 
 from jaxrec import metrics
+from jaxrec.cpr.schedule import SETTING_A, partial_interval
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import (
     adagrad,
@@ -31,8 +32,9 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.files import local_path
+from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging
 from jaxrec.types import Batch, RowOptimizer
-from main.cli import Flags, rule_of_ray, say
+from main.cli import Flags, rule_of_ray, say, unread
 from main.click_data import Data, criteo_clicks, synthetic_clicks
 
 # AUC of DLRM with seed 0 and no other flags.
@@ -89,11 +91,7 @@ class DataFlags(Flags):
 
 
 def data_of(config: DataFlags) -> Data:
-    """Return the data that the flags select.
-
-    Raises:
-      ValueError: as `synthetic_clicks`, `criteo_clicks`, `tabular_data` and `prepare`.
-    """
+    """Return the data that the flags select."""
     if config.data == "tabular":
         from main.table_data import tabular_data
 
@@ -170,10 +168,6 @@ def prepared_directory(sources: tuple[Path, ...], options: Mapping[str, Any] | N
     """Return where raw files are prepared: in the current directory, as theirs may be read-only.
 
     Files of one name in two directories get distinct names, and so does one file prepared with other options.
-
-    Args:
-      sources: raw files.
-      options: options of the preparation that differ from the defaults.
     """
     words = [str(local_path(source)) for source in sources]
     words += [f"{name}={value!r}" for name, value in sorted((options or {}).items())]
@@ -209,12 +203,8 @@ def optimizers(config: LearningFlags, steps: int) -> tuple[optax.GradientTransfo
     """Build the optimizers of the dense parameters and of the rows, on one schedule.
 
     Args:
-      config: flags.
       steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
         only: pass the steps of one trainer.
-
-    Raises:
-      ValueError: the warm-up takes the whole run.
     """
     rate, row_rate = (_scheduled(peak, config, steps) for peak in (config.learning_rate, config.row_learning_rate))
     rows = ROW_OPTIMIZERS[config.row_optimizer](row_rate)
@@ -242,7 +232,7 @@ def _scheduled(peak: float, config: LearningFlags, steps: int) -> float | optax.
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
 
 
-FORMS = {"easgd": ("symmetric", "sequential"), "ma": ("delta", "lerp"), "bmuf": ("delta", "lerp")}
+RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 TRAINERS = SERVERS = 2  # defaults
 
 
@@ -331,12 +321,14 @@ class TechniqueFlags(Flags):
         return self.shadowsync != "none" and not self.free
 
 
-def given_failures(config) -> dict[int, list[int]]:
-    """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn.
+def rule_of(config: TechniqueFlags) -> Rule:
+    """Return the synchronisation rule that the flags ask for."""
+    given = {"form": config.sync_form, "alpha": config.sync_alpha}
+    return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
 
-    Raises:
-      ValueError: a malformed word; a repeated step; a shard that does not exist.
-    """
+
+def given_failures(config) -> dict[int, list[int]]:
+    """Return {step: shards} of the failures that are given explicitly; none if they are to be drawn."""
     found: dict[int, list[int]] = {}
     for word in config.fail if config.fail != ("gamma",) else ():
         step, _, shards = word.partition(":")
@@ -362,29 +354,15 @@ def rules_of(config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for the flags of data and techniques.
 
     Raises:
-      ValueError: a word of --fail is malformed.
+      ValueError: a value that the library refuses, which would otherwise do so once the run has begun.
     """
     given_failures(config)
+    partial_interval(SETTING_A, config.target_pls)
+    if config.rows is not None:
+        scaled_cardinalities(config.rows)
+    if config.shadowsync != "none":
+        rule_of(config)
     return unread(config, readers(config)) | _rules_of_data(config) | _rules_of_techniques(config)
-
-
-def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[str, object]:
-    """As `rules_of`, for flags that are given but read by nothing.
-
-    Args:
-      config: flags.
-      read_by: {reader: (whether the run has it, flags that it reads)}.
-    """
-    broken = {}
-    for reader, (there, names) in read_by.items():
-        for name in names:
-            value = getattr(config, name)
-            words = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is True else str(value)
-            flag = f"--{name.replace('_', '-')} {words}".rstrip()
-            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
-                not there and value != type(config).__dataclass_fields__[name].default
-            )
-    return broken
 
 
 def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
@@ -413,7 +391,7 @@ def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
 
 
 def _rules_of_data(config):
-    paths, share, trains = ", ".join(map(str, config.path)), config.validation_fraction, config.train_fraction
+    paths, share = ", ".join(map(str, config.path)), config.validation_fraction
     directories = [path for path in config.path if path.is_dir()]
     return {
         "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": (
@@ -423,33 +401,17 @@ def _rules_of_data(config):
             config.data == "tabular" and len(directories) != 1
         ),
         f"--path {paths}: a prepared directory stands alone, without other files.": directories and config.path[1:],
-        f"--rows {config.rows} must be at least 78, three for each of the 26 fields.": (
-            config.rows is not None and config.rows < 78
-        ),
         f"--validation-fraction {share} must be a share from 0 to below 1, such as 0.1.": not 0 <= share < 1,
-        f"--train-fraction {trains} must be a share between 0 and 1, such as 0.8.": (
-            trains is not None and not 0 < trains < 1
-        ),
-        f"--min-count {config.min_count} (a vocabulary) and --hash-cap {config.hash_cap} (hashing) exclude each other: "
-        "give one.": config.min_count is not None and config.hash_cap is not None,
     }
 
 
 def _rules_of_techniques(config):
-    forms = FORMS.get(config.shadowsync, ())
-    remote, alpha = config.tables == "remote", config.sync_alpha
+    remote = config.tables == "remote"
     return {
         f"--servers {config.number_of_servers} are more than the {config.shards} shards, of which each has one or more:"
         " give fewer servers, or more --shards.": remote and config.number_of_servers > config.shards,
-        f"--sync-form {config.sync_form} is none of --shadowsync {config.shadowsync}: give {' or '.join(forms)}.": (
-            config.sync_form is not None and config.sync_form not in forms
-        ),
-        f"--sync-alpha {alpha} must be above 0 and at most 1.": alpha is not None and not 0 < alpha <= 1,
         "--sync-pace-seconds is of the background, --sync-every-steps of the foreground: give one of them.": (
             config.sync_pace_seconds is not None and config.sync_every_steps is not None
-        ),
-        f"--target-pls {config.target_pls:g} must be a portion of the samples, above 0 and at most 1.": (
-            not 0 < config.target_pls <= 1
         ),
         # Last: a run that is refused anyway does not need Ray.
         **(rule_of_ray() if remote else {}),

@@ -42,7 +42,6 @@ def plot(
     """Plot one panel per metric, {y_label: {line: (xs, ys)}}; names instead of numbers as xs make bars.
 
     Args:
-      path: path of the PNG.
       panels: values of None are left out, and a Figure shows its interval; (xs, ys, fitted) draws points at ys and a
         line through `fitted`.
       x_label: with its unit.
@@ -386,18 +385,7 @@ _DONE = {
 
 
 def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str, failures: Sequence[Mapping]) -> bool:
-    """Plot the curves of a run over its examples, with a panel for each figure of an active technique.
-
-    Args:
-      path: path of the PNG.
-      history: rows of metrics.
-      results: contents of results.json.
-      watched: 'validation' or 'test': the set evaluated in `history`.
-      failures: failures of shards, marked where they occurred.
-
-    Returns:
-      As `plot`.
-    """
+    """Plot the curves of a run over its examples, with a panel for each figure of an active technique."""
     best = results.get("teacher_auc")
     loss = {"train": line(history, "train_loss"), watched: line(history, f"{watched}_log_loss")}
     auc = {"model": line(history, f"{watched}_auc")}
@@ -410,17 +398,7 @@ def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str,
 
 
 def compare(path: Path, arms: Mapping[str, Sequence[Mapping]], watched: str, title: str) -> bool:
-    """Plot the curves of several runs in the same panels.
-
-    Args:
-      path: path of the PNG.
-      arms: {name: rows of metrics}.
-      watched: as for `draw`.
-      title: finding of the plot, in a sentence.
-
-    Returns:
-      As `plot`.
-    """
+    """Plot the curves of several runs in the same panels."""
     of_all = lambda name: {arm: line(rows, name) for arm, rows in arms.items()}
     panels = {f"{watched} log loss": of_all(f"{watched}_log_loss"), f"{watched} AUC": of_all(f"{watched}_auc")}
     panels["examples/s"] = {arm: rates(rows) for arm, rows in arms.items()}

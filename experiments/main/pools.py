@@ -27,10 +27,10 @@ from jaxrec.sharding import make_mesh, mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
-from main.flags import training_stream, with_absolute_paths
+from main.flags import rule_of, training_stream, with_absolute_paths
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
-from main.techniques import SERVER_TIMEOUT_S, cluster_of, rule_of, sync_options
+from main.techniques import SERVER_TIMEOUT_S, cluster_of, sync_options
 
 SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
 
@@ -60,13 +60,6 @@ class SharedStream:
 
 def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
     """Train to the end, save and test; return the contents of results.json.
-
-    Args:
-      config: flags of train.py.
-      run: run whose directory gets the images.
-      data: data of the flags.
-      job: model, loss and optimizers, with schedules of a trainer's steps.
-      asked: whether to stop.
 
     Raises:
       ValueError: there are fewer batches than trainers; the images are of another run or model.
@@ -115,11 +108,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
 
 
 def has_image(directory: Path) -> bool:
-    """Whether a directory holds an image of a pool.
-
-    Raises:
-      ValueError: it holds one of another kind of run.
-    """
+    """Whether a directory holds an image of a pool."""
     saved = images(directory)
     for path in saved:
         with contextlib.suppress(DamagedImage):
@@ -137,26 +126,14 @@ def examples_of(extra: Mapping[str, Any]) -> int:
 
 
 def restored(directory: Path, params: Any, servers: Supervisor) -> tuple[Any, dict[str, Any]]:
-    """Return the parameters of the newest intact image, and the values saved with it; the servers get its rows.
-
-    Args:
-      directory: images of the run.
-      params: parameters of one replica, as a template.
-      servers: new servers.
-    """
+    """Return the parameters of the newest intact image, and the values saved with it; the servers get its rows."""
     state, image = restore(directory, image_of(directory, params, servers.tables))
     say(f"going on from {image.path}, with fresh optimizer states of the dense parameters: not bit for bit")
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], state.dense.params), image.extra
 
 
 class Watch:
-    """Hook of `TrainerPool.run`: shows progress, logs deaths, and saves and leaves the pool if asked to stop.
-
-    Args:
-      run: run whose metrics.jsonl gets a row for each death.
-      steps: steps of all trainers together.
-      asked: whether to stop.
-    """
+    """Hook of `TrainerPool.run`: shows progress, logs deaths, and saves and leaves the pool if asked to stop."""
 
     def __init__(self, run: Run, steps: int, asked: Asked):
         self._run, self._asked, self._logged = run, asked, 0

@@ -117,10 +117,6 @@ class Recorder:
     """Losses, evaluations, failures and training time of a run so far.
 
     Args:
-      run: run whose metrics.jsonl gets the rows.
-      data: training and evaluation data.
-      spec: spec of the tables.
-      eval_step: as from `make_eval_step`.
       first: step at which the run begins or resumes.
       past: record of the run before that step.
       asked: whether to stop; an evaluation then breaks off.
@@ -151,7 +147,6 @@ class Recorder:
         """Record the shards that an engine loses; call it before the recovery is entered.
 
         Args:
-          engine: engine to watch.
           are_real: whether the shards lost now are really lost. Retrained steps repeat emulated failures; real ones are
             in no image until the next save, so failures.json keeps them.
 

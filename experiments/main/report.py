@@ -71,8 +71,6 @@ def grid(
     """Format a table with a line per case and a column per figure; missing results stay empty.
 
     Args:
-      results: flat.
-      corner: heading of the cases.
       rows: {label of a case: the word in its keys}, or the words alone.
       columns: {heading with its unit: key with {} for the word, or (key, factor)}.
 
@@ -118,7 +116,6 @@ def listing(results: Mapping[str, Any], groups: Mapping[str, Sequence[str | Line
     """Format one figure per line, with its unit and its interval, in groups.
 
     Args:
-      results: flat.
       groups: {title: prefixes of keys, or a Line for one key}, in order; a prefix that ends in _ is stripped from the
         label. Keys of no group come last, grouped by their first word.
 

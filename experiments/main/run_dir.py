@@ -33,8 +33,6 @@ class Run:
     process lives (or until `close`, or the end of a `with` block).
 
     Args:
-      name: name of the experiment.
-      config: its frozen dataclass.
       workdir: where to write; a new directory under `runs/` if None.
       resume: whether to resume the run in the directory; if it holds none, the run begins there.
 
@@ -99,11 +97,7 @@ class Run:
             raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
 
     def read_json(self, name: str) -> dict:
-        """Return the contents of one file of the run; {} if it does not exist.
-
-        Raises:
-          ValueError: it is damaged.
-        """
+        """Return the contents of one file of the run; {} if it does not exist."""
         path = self.directory / name
         try:
             return _row(path.read_bytes()) if path.exists() else {}
@@ -141,11 +135,7 @@ class Run:
         self._unwritten.clear()
 
     def metrics(self) -> list[dict]:
-        """Return the rows logged so far.
-
-        Raises:
-          ValueError: a line is damaged; names file and line.
-        """
+        """Return the rows logged so far."""
         path = self.directory / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         rows = []
@@ -175,7 +165,6 @@ class Run:
         """Show and write the results, and release the directory.
 
         Args:
-          results: flat; contents of results.json.
           table: from `report.grid` or `report.listing`; a listing of all results if empty.
         """
         say(table or listing(results))  # first: shown even if the disk is full

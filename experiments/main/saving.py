@@ -44,11 +44,9 @@ class PeriodicSaves:
     A failed save is reported at once, and the next one tries again.
 
     Args:
-      checkpointer: saves the states.
       every_steps: interval in steps; None to choose it by measured cost, 0 for never.
       extra: step -> JSON values to save with the state.
       past: `totals` of the process that this one resumes.
-      clock: returns seconds.
       snapshot: the engine's `snapshot_at`, which calls back with a state at rest; None to save in the hook.
     """
 
@@ -189,12 +187,7 @@ class PeriodicSaves:
 
 
 class RecoverySaves:
-    """Save the state of a run through a CPR recovery, with the interface of `PeriodicSaves`.
-
-    Args:
-      recovery: entered recovery.
-      clock: returns seconds.
-    """
+    """Save the state of a run through a CPR recovery, with the interface of `PeriodicSaves`."""
 
     def __init__(self, recovery: Recovery, clock: Callable[[], float] = time.perf_counter):
         self.recovery, self._clock, self._began = recovery, clock, clock()
@@ -238,7 +231,6 @@ class Best(Checkpointer):
     """Checkpointer of the best evaluated state of a run, in a separate directory; saving is blocking.
 
     Args:
-      run: run of the state.
       step: step at which the run begins; images of later steps are removed, as the run has left their past.
     """
 

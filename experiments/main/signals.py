@@ -14,12 +14,7 @@ NOTHING_NEW = "stopped before there was anything new to save"
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when a signal has ended the run.
-
-    Args:
-      number: signal number.
-      words: what was done about it.
-    """
+    """Raised when a signal has ended the run."""
 
     def __init__(self, number: int, words: str = NOTHING_NEW):
         self.signal = signal.Signals(number)
@@ -31,9 +26,6 @@ class Asked:
 
     If there is nothing to save, the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
     checks it between two steps, and saves. Further signals change nothing.
-
-    Args:
-      words: words of `Stopped`.
     """
 
     def __init__(self, words: str = NOTHING_NEW) -> None:

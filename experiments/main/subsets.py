@@ -64,8 +64,6 @@ def figures(
     Args:
       logit, label: f32[n].
       fields: {field: i32[n]} of the named fields.
-      group: field within whose categories AUC is computed.
-      segments: fields whose categories get separate figures.
       bootstrap: draws for the interval of the AUC; 0 for none.
 
     >>> rng = np.random.default_rng(0)

@@ -43,11 +43,7 @@ def open_rows(directory: Path, name: str) -> FirstLabel:
 
 
 def table_of(directory: Path) -> Mapping[str, Any]:
-    """Return the metadata of a prepared table.
-
-    Raises:
-      ValueError: the directory holds no prepared table.
-    """
+    """Return the metadata of a prepared table."""
     metadata = read_metadata(local_path(directory))
     if "table" not in metadata:
         raise ValueError(f"{directory} holds Criteo rows, prepared without a schema: give --data criteo.")
@@ -55,12 +51,7 @@ def table_of(directory: Path) -> Mapping[str, Any]:
 
 
 def tabular_data(config) -> Data:
-    """Return the data that the flags select.
-
-    Raises:
-      ValueError: no such table; no validation rows where they are needed, or both validation rows and a requested
-        share.
-    """
+    """Return the data that the flags select."""
     directory, share = config.path[0], config.validation_fraction
     table, metadata = table_of(directory), read_metadata(local_path(directory))
     own = "validation" in metadata["rows"]
@@ -89,9 +80,6 @@ def tabular_data(config) -> Data:
 
 def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
     """Return the history bag and its candidate's column of 'sparse': the first bag that shares a column's table.
-
-    Raises:
-      ValueError: there is none.
 
     >>> history_of({"sparse": ["user", "item"], "bags": {"tags": {"table": "tag"}, "seen": {"table": "item"}}})
     ('seen', 1)
@@ -135,11 +123,7 @@ def table_job(
       table: metadata of the table, see `table_of`.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without dense features it gets one of zeros.
         Or a `DIN`, with candidate and history from `history_of`.
-      optimizer: optimizer of the dense parameters.
-      row_optimizer: optimizer of the rows.
       width: E, of all tables.
-      shards: S, of every table.
-      seed: seed of the initial rows.
     """
     history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
     features = [*table["sparse"], *(name for name in table["bags"] if name != history)]

@@ -23,11 +23,7 @@ _SHOWN = 40  # most features that are drawn
 
 
 def open_schema(name: str | None) -> Schema:
-    """Return a built-in schema, or that of a Python file that defines `schema = Schema(...)`.
-
-    Raises:
-      ValueError: no such file, it does not run, or it has no schema.
-    """
+    """Return a built-in schema, or that of a Python file that defines `schema = Schema(...)`."""
     if name in READY:
         return READY[name]
     path = Path(str(name))

@@ -21,17 +21,16 @@ from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Tables
 from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
 from jaxrec.sharding import make_mesh
 from jaxrec.types import PyTree, RowOptimizer, ShardsLost, TrainState
 from jaxrec.xla import enough_threads
 from main.cli import say
 from main.click_data import ClickJob
-from main.flags import TechniqueFlags, given_failures
+from main.flags import TechniqueFlags, given_failures, rule_of
 from main.run_dir import Run, cores, go_on_with
 
-RULES: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
 WINDOW = 8  # default
 SYNC_SHARE = 1 / 80  # default share of this machine's cores for all synchronising threads
@@ -40,11 +39,7 @@ SERVER_TIMEOUT_S = 120.0  # also for the save and the restore of a server's rows
 
 
 def claim_devices(config: TechniqueFlags) -> None:
-    """Request one device per replica; call it before JAX starts.
-
-    Raises:
-      ValueError: too few devices, and no more can be created; shards or batches cannot be split over them.
-    """
+    """Request one device per replica; call it before JAX starts."""
     if config.in_processes:  # each has its own JAX
         return
     if config.replicas > 1:
@@ -79,10 +74,6 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     """Build the engine that the flags ask for.
 
     Args:
-      config: TechniqueFlags.
-      job: model, loss and optimizers.
-      state: initial state.
-      mesh: from `mesh_of`.
       extra: values saved with that state.
       stretch_steps: steps between two meetings of free-running trainers.
     """
@@ -108,12 +99,7 @@ def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
 
 
 class Techniques:
-    """Active techniques of a run, beside its engine: hooks and figures.
-
-    Args:
-      config: TechniqueFlags.
-      engine: from `make_engine`, entered.
-    """
+    """Active techniques of a run, beside its engine: hooks and figures."""
 
     def __init__(self, config: TechniqueFlags, engine):
         self._engine, self._sync = engine, None
@@ -150,12 +136,8 @@ def recovery_of(
 
     Args:
       config: TechniqueFlags, and `seed`.
-      engine: engine to watch.
-      directory: image directory.
-      steps: steps of the run.
       every: interval between saves, in steps.
       image: image from which the run resumes, or None.
-      run: id of the run.
       extra: step -> JSON values to save with the state.
       copy: how images copy the tables: 'whole' or 'shards'.
     """
@@ -173,9 +155,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
 
     Args:
       config: TechniqueFlags, and `save_every_steps` if the job has that flag.
-      engine: engine at its first step, or at that of an image.
       run: run; to measure costs, its directory must be on the disk to save to.
-      steps: steps of the run.
       first_steps: number -> iterator that trains that many steps, to measure costs.
     """
     if (given := getattr(config, "save_every_steps", None)) is not None:
@@ -200,11 +180,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
 
 
 def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
-    """Return {step: shards} of the failures that the flags ask for.
-
-    Raises:
-      ValueError: as `given_failures`; a step that the run does not have.
-    """
+    """Return {step: shards} of the failures that the flags ask for."""
     if config.fail == ("gamma",):
         drawn = draw_failures(mtbf_steps, steps, config.shards, config.seed, config.fail_shape)
         at: dict[int, set[int]] = {}
@@ -218,74 +194,49 @@ def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
 
 
 class Home:
-    """Placement of the rows in this process, on the device or in host memory.
+    """Placement of the rows: on the device, in host memory, or at servers, which get successors with a recovery.
 
     Attributes:
-      copy: how images copy the tables: 'whole' or 'shards'.
+      copy: how images copy the tables: 'whole', or 'shards', which each server writes itself.
     """
 
-    copy: Literal["whole", "shards"] = "whole"
-
-    def __init__(self, config: TechniqueFlags):
-        self._config = config
+    def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster | None = None):
+        self._config, self._run, self._cluster = config, run, cluster
+        self.copy: Literal["whole", "shards"] = "whole" if cluster is None else "shards"
+        self._supervisor: Supervisor | None = None
 
     def tables(self, job: ClickJob, mesh) -> Tables:
         """Create tables of initial rows."""
+        if self._cluster is not None:
+            self._supervisor = Supervisor(
+                self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
+                directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
+                spares=self._config.spares,
+            )  # fmt: skip
+            return self._supervisor.tables
         if self._config.tables == "host":
             return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
         return DeviceTables.create(job.spec, job.row_optimizer, mesh)
 
     def watch(self, engine) -> None:
         """Start replacing lost servers, if there are any; call it before the recovery is entered."""
-
-    @property
-    def lost(self) -> str:
-        """Which servers are dead, in words; '' if none."""
-        return ""
-
-
-class ServerHome(Home):
-    """Placement of the rows at server processes; with a recovery, a dead server gets a successor."""
-
-    copy: Literal["whole", "shards"] = "shards"  # each server writes its shards
-
-    def __init__(self, config: TechniqueFlags, run: Run, cluster: Cluster):
-        super().__init__(config)
-        self._run, self._cluster = run, cluster
-        self._supervisor: Supervisor | None = None
-
-    def tables(self, job: ClickJob, mesh) -> Tables:
-        """As `Home.tables`."""
-        self._supervisor = Supervisor(
-            self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
-            directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
-            spares=self._config.spares,
-        )  # fmt: skip
-        return self._supervisor.tables
-
-    def watch(self, engine) -> None:
-        """As `Home.watch`."""
         if self._supervisor is not None and self._config.cpr != "none":
             engine.enter(self._supervisor)
 
     @property
     def lost(self) -> str:
-        """As `Home.lost`."""
+        """Which servers are dead, in words; '' if none."""
         return "" if self._supervisor is None else self._supervisor.lost
 
 
 @contextlib.contextmanager
 def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
-    """Yield the placement that the flags ask for; servers end with the block.
-
-    Raises:
-      As `cluster_of`.
-    """
+    """Yield the placement that the flags ask for; servers end with the block."""
     if config.tables != "remote":
-        yield Home(config)
+        yield Home(config, run)
         return
     with cluster_of(config, run) as cluster:
-        home = ServerHome(config, run, cluster)
+        home = Home(config, run, cluster)
         try:
             yield home
         except ShardsLost as lost:
@@ -294,11 +245,7 @@ def home_of(config: TechniqueFlags, run: Run) -> Iterator[Home]:
 
 
 def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
-    """Return the cluster that the flags ask for, to be entered.
-
-    Raises:
-      ValueError, OSError: on entering, Ray cannot be started or joined.
-    """
+    """Return the cluster that the flags ask for, to be entered."""
     go_on = go_on_with(run)
     return Cluster(
         config.ray_address, advice=f"{go_on[0].upper()}{go_on[1:]}.", log_directory=run.directory / "ray_logs"
@@ -325,10 +272,6 @@ def own(directory: Path | None, run: str) -> Iterator[None]:
 
     Args:
       directory: None if the tables are not in files.
-      run: id of the run.
-
-    Raises:
-      ValueError: another run is active there, or has left its tables there.
     """
     if directory is None:
         yield
@@ -367,7 +310,6 @@ class ForegroundRounds:
     """Hook that makes a round of all replicas every k steps; its memory is in the training state.
 
     Args:
-      rule: synchronisation rule.
       every_steps: k; rounds are made at its multiples.
 
     Attributes:
@@ -405,12 +347,6 @@ def _check_split(config, devices):
                 f"--{name.replace('_', '-')} {number} cannot be split over {devices} devices: give a multiple of "
                 f"{devices}" + (", or other --trainers." if config.in_lock_step else ".")
             )
-
-
-def rule_of(config: TechniqueFlags) -> Rule:
-    """Return the synchronisation rule that the flags ask for."""
-    given = {"form": config.sync_form, "alpha": config.sync_alpha}
-    return RULES[config.shadowsync](**{name: value for name, value in given.items() if value is not None})
 
 
 def sync_options(config: TechniqueFlags) -> dict[str, Any]:

@@ -34,11 +34,7 @@ def images_directory(directory: Path) -> Path:
 
 
 def open_run(directory: Path) -> Trained:
-    """Open a run of train.py for reading; it may still be training.
-
-    Raises:
-      ValueError: there is no such run, its config.json is damaged, or it has saved no image.
-    """
+    """Open a run of train.py for reading; it may still be training."""
     directory = local_path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -73,7 +69,6 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
     """Return the model of a run over the tables of its images, without its optimizers.
 
     Args:
-      run: run of train.py.
       prepared: current location of its prepared table; where the run had it if None. Only for --data tabular, where it
         names the tables.
     """
@@ -89,11 +84,7 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
     """Return the prepared table on which a run was trained.
 
     Args:
-      run: run of --data tabular.
       given: its current location; where the run had it if None.
-
-    Raises:
-      ValueError: it does not exist.
     """
     directory = given or Path(run.config["path"][0])
     if not directory.is_dir():
@@ -105,19 +96,9 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
 
 
 def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
-    """Return the metadata of a prepared table, checked against the tables of a run.
-
-    Raises:
-      ValueError: its rows do not belong to those tables.
-    """
+    """Return the metadata of a prepared table, checked against the tables of a run."""
     table = table_of(directory)
-    wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
-    noted = run.image.extra.get("vocabulary_digest") or table["digest"]
-    if table["tables"] != wanted or noted != table["digest"]:
-        raise ValueError(
-            f"{directory} was prepared with another schema or vocabulary than {run.directory} was trained with, so "
-            "that its ids mean other categories: give the run's own directory."
-        )
+    refuse_other_ids(run, directory, table["tables"], table["digest"])
     return table
 
 
@@ -138,11 +119,7 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
     """Return the prepared directory on which a run was trained, and its encoder of categories to ids.
 
     Args:
-      run: run on Criteo rows.
       given: its current location; where the run had it if None.
-
-    Raises:
-      ValueError: it is missing, incomplete, or has another vocabulary than the run.
     """
     paths = tuple(map(Path, run.config["path"]))
     options = preparation(types.SimpleNamespace(**{name: run.config.get(name) for name in PREPARATION}))
@@ -155,24 +132,20 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
             "lost, prepare the same files with the same options (prepare.py) and give that."
         )
     encoder = open_encoder(found)
-    refuse_other_ids(run, found, encoder)
+    tables = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
+    refuse_other_ids(run, found, tables, encoder.digest)
     return found, encoder
 
 
-def refuse_other_ids(run: Trained, directory: Path, encoder: Encoder) -> None:
-    """Refuse a prepared directory whose ids do not belong to the tables of a run.
-
-    Raises:
-      ValueError: the tables have other sizes, or the run recorded another digest.
-    """
+def refuse_other_ids(run: Trained, directory: Path, tables: Mapping[str, int], digest: str) -> None:
+    """Refuse a prepared directory, of tables {name: rows}, whose ids do not belong to the tables of a run."""
     wanted = {name: rows for name, (rows, _) in run.image.tables.items()}
-    found = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
-    noted = run.image.extra.get("vocabulary_digest") or encoder.digest
-    other = [
-        f"{name} has {found.get(name)} rows, not {rows}" for name, rows in wanted.items() if found.get(name) != rows
-    ]
-    if other or noted != encoder.digest:
-        why = ", ".join(other[:3]) or f"digest {encoder.digest}, not {noted}"
+    names = dict.fromkeys((*wanted, *tables))
+    noted = run.image.extra.get("vocabulary_digest") or digest
+    other = [f"{name} has {tables.get(name)} rows, not {wanted.get(name)}" for name in names
+             if tables.get(name) != wanted.get(name)]  # fmt: skip
+    if other or noted != digest:
+        why = ", ".join(other[:3]) or f"digest {digest}, not {noted}"
         raise ValueError(
             f"{directory} was prepared with another vocabulary than {run.directory} was trained with ({why}): give "
             "the run's own directory with --prepared, or raw files with --path, which are mapped as the run's were."

@@ -71,8 +71,6 @@ class Killer:
     """Kills servers when steps are committed, and records the instants of their recoveries.
 
     Args:
-      engine: engine of the run.
-      servers: supervisor of the server processes.
       plan: {step: server} of the kills; a kill that is due during the recovery from another waits for its end.
 
     Attributes:
@@ -163,17 +161,7 @@ class _Calling(Watcher):
 
 
 class ClusterJob:
-    """The job with its compiled functions and data; servers, tables and dense state are new in each arm.
-
-    Args:
-      rows: rows of all tables together.
-      steps: steps of a run.
-      batch_size: examples per step.
-      save_every_steps: T_save of all arms.
-      servers: number of server processes.
-      seed: seed of data and initial values.
-      spares: number of standby processes.
-    """
+    """The job with its compiled functions and data; servers, tables and dense state are new in each arm."""
 
     def __init__(
         self, rows: int, steps: int, batch_size: int, save_every_steps: float, servers: int, seed: int, spares: int = 0

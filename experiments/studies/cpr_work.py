@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import optax
-from main.cli import Flags
+from main.cli import Flags, refuse, unread
 from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
 
 from jaxrec.cpr import Recovery, mfu, scar, ssu
@@ -43,19 +43,18 @@ class JobConfig(Flags):
 
 
 def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
-    """Return a function from a seed to its data: synthetic clicks of that seed, or prepared Criteo rows in file order.
-
-    Raises:
-      ValueError: Criteo data without a path.
-    """
-    if config.data == "synthetic":
+    """Return seed -> its data: synthetic clicks of that seed, or prepared Criteo rows in file order."""
+    criteo = config.data == "criteo"
+    refuse(
+        unread(config, {"--data criteo": (criteo, ("path",)), "--data synthetic": (not criteo, ("rows",))})
+        | {"--data criteo needs --path: a directory made by prepare.py.": criteo and config.path is None}
+    )
+    if config.path is None:
         cardinalities = scaled_cardinalities(config.rows or 74 * examples // 100)
         batch_size = config.batch_size or 1024
         steps = examples // batch_size
         tested = max(5, min(100, steps // 10))
         return lambda seed: synthetic_clicks(cardinalities, batch_size, steps, config.seed + seed, tested)
-    if config.path is None:
-        raise ValueError("--data criteo needs --path: a directory made by prepare.py.")
     rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
     return lambda seed: rows
 

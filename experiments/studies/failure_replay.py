@@ -5,8 +5,8 @@ Failure times are given on one of two clocks:
   useful time   the clock of the equations of schedule.py: it stands still during saves, recoveries and recomputation,
                 so a job has T_total / T_fail failures on average, however long it runs. The means agree with eqs. (1),
                 (2) and (5).
-  wall time     the clock of a trace: failures also hit saves, recoveries and recomputation. The means agree with
-                `overhead_in_wall_time`, and exceed eqs. (1) and (2) by second-order terms.
+  wall time     the clock of a trace: failures also hit saves, recoveries and recomputation. The means exceed eqs. (1)
+                and (2) by second-order terms.
 
 Overhead is a fraction of useful time on either clock. Saves are blocking and happen every `save_every_hours` of useful
 time; there is a save at 0. Nodes that fail at the same time count as one failure with one recovery.
@@ -29,11 +29,6 @@ class Replay(NamedTuple):
     saves: int
     pls: float  # by eq. (4), 0 with full recovery
 
-    @property
-    def wall_hours(self) -> float:
-        """Hours of wall time from start to end."""
-        return self.useful_hours * (1 + self.overhead.total)
-
 
 def replay_in_useful_time(
     costs: Costs, mode: Mode, save_every_hours: float, hours: np.ndarray, failed_nodes: np.ndarray | None = None
@@ -49,9 +44,6 @@ def replay_in_useful_time(
 
     Returns:
       Replay. A save at the very end of the job counts.
-
-    Raises:
-      ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes)
     n = int(np.searchsorted(hours, costs.total_hours))
@@ -88,9 +80,6 @@ def replay_in_wall_time(
 
     Returns:
       Replay. Its overhead is infinite if no work was kept; its PLS is relative to the useful hours.
-
-    Raises:
-      ValueError: a number outside its range; failures not in order.
     """
     hours, failed = _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours)
     n = int(np.searchsorted(hours, end_hours))
@@ -117,34 +106,6 @@ def replay_in_wall_time(
     spent = (saves * costs.save_hours + cut_save, load, lost, reschedule)
     pls = lost_by_nodes / (useful * costs.nodes) if mode == "partial" and useful else 0.0
     return Replay(Overhead(*(hour / useful if useful else math.inf for hour in spent)), useful, n, saves, pls)
-
-
-def overhead_in_wall_time(costs: Costs, mode: Mode, save_every_hours: float) -> float:
-    """Expected overhead when failures arrive at a constant rate of wall time, also during saves, loads and lost work.
-
-    Eqs. (1) and (2) count failures in useful time only. With M = T_fail and R = O_load + O_res, the ratio of wall time
-    to useful time is:
-
-      full     e^(R/M) M (e^((T_save + O_save)/M) - 1) / T_save             (Daly, FGCS 22(3), 2006)
-      partial  e^(R/M) (T_save + M (e^(O_save/M) - 1)) / T_save             (derived here)
-
-    Args:
-      costs: costs of the job; T_fail is in wall time here.
-      mode: 'full' or 'partial'.
-      save_every_hours: T_save, useful time between saves.
-
-    Returns:
-      A fraction of the useful time.
-
-    Raises:
-      ValueError: a number outside its range; an unknown mode.
-    """
-    check_costs(costs, mode, save_every_hours=save_every_hours)
-    mtbf, every, save = costs.mtbf_hours, save_every_hours, costs.save_hours
-    recovery = math.exp((costs.load_of(mode) + costs.reschedule_hours) / mtbf)
-    if mode == "full":
-        return recovery * mtbf * math.expm1((every + save) / mtbf) / every - 1
-    return recovery * (every + mtbf * math.expm1(save / mtbf)) / every - 1
 
 
 def _checked(costs, mode, save_every_hours, hours, failed_nodes, end_hours=1.0):

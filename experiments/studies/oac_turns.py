@@ -4,14 +4,14 @@ The link is emulated (`oac_work.py`), or real: table servers in other processes 
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from main.techniques import with_initial_rows
-from tqdm import tqdm
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.embedding import Tables
@@ -19,6 +19,7 @@ from jaxrec.oac import Pipeline
 from jaxrec.types import TrainState
 from studies.oac_work import Work, turn
 from studies.reference import Job, ratio
+from studies.turns import in_turns
 
 COMPARED = 12  # batches after which two runs must be bitwise equal
 TIMEOUT_S = 120.0
@@ -45,8 +46,6 @@ def compiled(work: Work, ways: list[PipelineWay], **options) -> dict[str, Pipeli
 
     Args:
       work: with at least W + 4 batches.
-      ways: pipelines to create.
-      options: options of every pipeline.
 
     Returns:
       {name of the way: pipeline}.
@@ -59,78 +58,50 @@ def compiled(work: Work, ways: list[PipelineWay], **options) -> dict[str, Pipeli
     return pipelines
 
 
-def in_turns(
-    pipelines: dict[str, Pipeline],
-    batches: list,
-    rounds: int,
-    counted: int,
-    words: str,
-    between: Callable[[], object] = lambda: None,
-) -> dict[str, np.ndarray]:
-    """Time all pipelines in interleaved rounds.
+def turns_of(pipelines: dict[str, Pipeline], batches: list, counted: int) -> dict[str, Callable[[], float]]:
+    """Return {name: times a run, in seconds per batch}, for `in_turns`.
 
     Args:
-      pipelines: {name: pipeline}.
       batches: at least W + 3 + counted batches.
-      rounds: number of rounds; each pipeline runs once per round.
       counted: timed batches of a run; the W + 2 before them fill the pipeline.
-      words: label of the progress bar.
-      between: called after each round.
-
-    Returns:
-      {name: seconds per batch f64[rounds]}.
     """
-    turns: dict[str, list[float]] = {name: [] for name in pipelines}
-    for _ in tqdm(range(rounds), desc=words, unit="round", disable=None):
-        for name, pipeline in pipelines.items():
-            skip = pipeline.window + 2
-            turns[name].append(turn(pipeline, batches[: skip + 1 + counted], skip))
-        between()
-    return {name: np.array(times) for name, times in turns.items()}
+    skip = {name: pipeline.window + 2 for name, pipeline in pipelines.items()}
+    return {
+        name: functools.partial(turn, pipeline, batches[: skip[name] + 1 + counted], skip[name])
+        for name, pipeline in pipelines.items()
+    }
 
 
-def compare(times: dict[str, np.ndarray], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
+def compare(times: Mapping[str, Any], ways: list[PipelineWay], batch_size: int) -> dict[str, Any]:
     """Rates, and their ratios within a round: every way over sync, OAC over async, and variants of OAC over plain OAC.
 
     Args:
       times: {name of the way: seconds per batch f64[rounds]}.
-      ways: timed ways, with or without sync and async.
-      batch_size: examples in a batch.
 
     Returns:
       Flat results, formatted by `ratio`.
 
-    >>> times = {"sync": np.array([2.0, 3.0]), "oac": np.array([1.0, 2.0])}
-    >>> found = compare(times, [PipelineWay("sync"), PipelineWay("oac")], 6)
+    >>> found = compare({"sync": [2.0, 3.0], "oac": [1.0, 2.0]}, [PipelineWay("sync"), PipelineWay("oac")], 6)
     >>> found["examples_per_s_sync"], found["oac_over_sync"], "oac_over_async" in found
     (2.5, 1.75, False)
     """
     results: dict[str, Any] = {}
     for way in ways:
-        mine, name = times[way.name], way.name
+        mine, name = np.array(times[way.name]), way.name
         results |= ratio(f"examples_per_s_{name}", batch_size / mine)
         others = ["sync"] if way.mode != "sync" else []
         if way.mode.startswith("oac"):
             others += [way.of("async")] + ([way.of("oac")] if way.mode != "oac" else [])
         for other in others:
             if other in times:
-                results |= ratio(f"{name}_over_{other}", times[other] / mine)
+                results |= ratio(f"{name}_over_{other}", np.array(times[other]) / mine)
     return results
 
 
 def at_servers(
     job: Job, number: int, window: int, servers: int, cluster: Cluster, opened: contextlib.ExitStack
 ) -> Work:
-    """Create the workload with its rows at servers, which are closed with `opened`.
-
-    Args:
-      job: size of the workload.
-      number: number of batches.
-      window: W of its pipelines.
-      servers: number of server processes.
-      cluster: cluster on which they start.
-      opened: stack that closes the servers.
-    """
+    """Create the workload with its rows at servers, which are closed with `opened`."""
 
     def create(spec, row_optimizer) -> Tables:
         started = Supervisor(cluster, spec, row_optimizer, servers, timeout_s=TIMEOUT_S)
@@ -149,9 +120,6 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
 
     Args:
       remote, local: the same job, at servers and in this process.
-      ways: ways to time over the servers.
-      rounds: number of rounds.
-      counted: timed batches of a run.
 
     Returns:
       Flat results with keys ending in `_remote` or `_local`; `remote_oac_over_local_oac` is a ratio of rates.
@@ -159,16 +127,16 @@ def measure_remote(remote: Work, local: Work, ways: list[PipelineWay], rounds: i
     beside, size = ways_at_servers(ways), remote.job.batch_size
     pipelines = {f"remote {name}": pipeline for name, pipeline in compiled(remote, ways).items()}
     pipelines |= {f"local {name}": pipeline for name, pipeline in compiled(local, beside).items()}
-    stages: list[dict[str, float]] = []
-    between = lambda: stages.append(remote.stages_ms(6))
-    times = in_turns(pipelines, remote.batches, rounds, counted, "remote link", between)
+    ways_in_turns = turns_of(pipelines, remote.batches, counted) | {"stages": lambda: remote.stages_ms(6)}
+    times = in_turns(ways_in_turns, rounds, "remote link")
+    stages = times.pop("stages")
     results: dict[str, Any] = {"rounds_remote": rounds, "counted_batches_remote": counted}
     for home, each in (("remote", ways), ("local", beside)):
         found = compare({way.name: times[f"{home} {way.name}"] for way in each}, each, size)
         results |= {f"{key}_{home}": value for key, value in found.items()}
     for way in beside:
         key = f"remote_{way.name}_over_local_{way.name}"
-        results |= ratio(key, times[f"local {way.name}"] / times[f"remote {way.name}"])
+        results |= ratio(key, np.divide(times[f"local {way.name}"], times[f"remote {way.name}"]))
     for stage in stages[0]:
         results[f"stage_ms_{stage}_remote"] = float(np.median([each[stage] for each in stages]))
     return results
@@ -193,10 +161,6 @@ def bits_of(state: TrainState) -> list[np.ndarray]:
 
 def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
     """Check that OAC over servers is bitwise equal to sequential training over tables in this process.
-
-    Args:
-      remote, local: the same job, at servers and in this process.
-      number: number of batches.
 
     Returns:
       `bitwise_equal_remote`, `bitwise_equal_savings_remote`, and the control `bitwise_equal_async_remote`, which is

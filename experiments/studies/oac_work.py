@@ -30,8 +30,6 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "oac": {"mode": "oac"},
     "oac_device": {"mode": "oac", "validation": "device"},
-    "oac_skip_stale_reads": {"mode": "oac", "skip_stale_reads": True},
-    "oac_skip_rewritten": {"mode": "oac", "skip_rewritten": True},
     "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
 }
 
@@ -100,9 +98,6 @@ def turn(pipeline: Pipeline, batches: list, skip: int) -> float:
 
     The stream continues after the last batch, and what is in flight then is dropped: otherwise the last batches would
     be trained while nothing is planned, gathered or sent, which flatters the modes that do so ahead.
-
-    Raises:
-      ValueError: no batch is left to time.
     """
     if len(batches) < skip + 2:
         raise ValueError(f"{len(batches)} batches leave none to count after the first {skip}: give {skip + 2}.")
@@ -158,9 +153,7 @@ def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, fl
 
     Args:
       work: its first `number` batches are trained once each.
-      mode: one of MODES.
       number: number of batches; the first and the last W of them are transferred without savings.
-      options: options of the pipeline.
 
     Returns:
       {'send': bytes, 'fetch': bytes}.

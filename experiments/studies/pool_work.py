@@ -6,6 +6,7 @@ trainer therefore describes a machine with this number of cores, not how the pro
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import tempfile
@@ -21,6 +22,7 @@ from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.shadowsync import Rule, easgd, model_averaging
 from studies.reference import Job, ratio, reference_work, synthetic
 from studies.server_kills import of_its_own
+from studies.turns import in_turns
 
 SERVERS, WARM_STEPS, TIMEOUT_S = 2, 20, 60.0
 WAYS: dict[str, Callable[[], Rule]] = {"s_easgd": easgd, "s_ma": model_averaging}
@@ -45,9 +47,6 @@ def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
     Args:
       looks: samples (seconds, steps of each trainer), in order.
       warm: steps that the slowest trainer must have made when the interval begins; it ends when the first one is done.
-
-    Raises:
-      ValueError: there are too few samples.
 
     >>> rate([(0.0, [9, 0]), (1.0, [20, 21]), (3.0, [40, 31]), (4.0, [40, 36])], warm=20)
     15.0
@@ -84,9 +83,7 @@ def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int,
     """Measure all arms in turn, with one trainer and with one per core.
 
     Args:
-      job: the reference work.
       arms: arms besides none: s_easgd, s_ma, or one of them with the suffix _paced.
-      rounds: measurements of each arm.
       steps: steps of each trainer after warm-up.
       pace: `pace_seconds` of the _paced arms.
 
@@ -95,14 +92,11 @@ def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int,
     """
     cores = len(os.sched_getaffinity(0))
     turns = [(arm, n) for arm in ("none", *arms) for n in sorted({1, cores})]
-    found: dict[tuple[str, int], list[dict[str, float]]] = {turn: [] for turn in turns}
     spec, _, _, _, row_optimizer = reference_work(job)
     with of_its_own(), tempfile.TemporaryDirectory() as directory, Cluster() as cluster:
         servers = Supervisor(cluster, spec, row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S)
-        for number in range(rounds):
-            first = number % len(turns)
-            for arm, n in turns[first:] + turns[:first]:
-                found[arm, n].append(turn(cluster, servers, job, arm, n, steps, pace))
+        ways = {each: functools.partial(turn, cluster, servers, job, *each, steps, pace) for each in turns}
+        found = in_turns(ways, rounds, "processes")
         servers.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
     results: dict[str, Any] = {"measured_processes_cores": cores, "measured_processes_servers": SERVERS}

@@ -101,8 +101,6 @@ def in_bags(job: Job, spec, batch):
     """Convert a batch of `synthetic` to the lookups of the job's spec.
 
     Args:
-      job: the workload.
-      spec: the spec of `reference_work(job)`.
       batch: batch with ids {'sparse': i32[B, ids per example]}.
 
     Returns:

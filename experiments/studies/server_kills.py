@@ -18,11 +18,8 @@ class Killing:
     """A plan to kill -9 one incarnation of a server when a given message is sent to it.
 
     Args:
-      servers: supervisor of the server.
       verb, number: the message that triggers the kill: number `number`, from 0, of those with this verb, such as
         `read`.
-      incarnation: incarnation of the server.
-      place: position of the server.
     """
 
     def __init__(self, servers: Supervisor, verb: str, number: int = 0, incarnation: int = 1, place: int = 1):

@@ -2,8 +2,8 @@
 
 Every variant is a function `TorchWork` -> step, where step(i, resident) trains on batch i and returns its loss, on the
 device; batches are sent from pinned memory with the step, or are on the device if `resident`. All do the same work as
-jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row (`adagrad`:
-one per element, torch.optim's own), one id per field or sum-pooled bags of ids.
+jaxrec: plain SGD on the dense part, duplicates reduced before a row optimizer with one accumulator per row, one id per
+field or sum-pooled bags of ids.
 """
 
 import dataclasses
@@ -189,7 +189,7 @@ def make_step(work: TorchWork, dense_part, lookup, step_rows, data):
     return step
 
 
-def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
+def stacked(work: TorchWork, compiled=False):
     """One EmbeddingBag for all fields."""
     fields = len(work.cardinalities)
     bag = nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=work.device)
@@ -199,7 +199,7 @@ def stacked(work: TorchWork, row_optimizer="rowwise", compiled=False):
         found = bag(ids.reshape(-1, 1)) if work.one_hot else bag(ids.reshape(-1), starts)
         return found.reshape(-1, fields, work.width)
 
-    return make_step(work, work.dense_part(compiled), lookup, _row_step([bag.weight], row_optimizer), data)
+    return make_step(work, work.dense_part(compiled), lookup, _row_step([bag.weight]), data)
 
 
 def unique(work: TorchWork, compiled=False):
@@ -239,25 +239,15 @@ def separate(work: TorchWork):
         parts = [part.reshape(examples, -1) for part in ids.split(sizes)]
         return torch.stack([bag(part) for bag, part in zip(bags, parts, strict=True)], dim=1)
 
-    return make_step(work, work.dense_part(), lookup, _row_step([bag.weight for bag in bags], "rowwise"), data)
+    return make_step(work, work.dense_part(), lookup, _row_step([bag.weight for bag in bags]), data)
 
 
-def _row_step(weights, kind):
-    if kind == "adagrad":
-        return _adagrad_step(torch.optim.Adagrad(weights, lr=ROW_RATE, eps=EPS))
+def _row_step(weights):
     accumulators = [torch.zeros(len(weight), device=weight.device) for weight in weights]
 
     def step():
         for weight, accumulator in zip(weights, accumulators, strict=True):
             rowwise_adagrad_(weight, accumulator)
-
-    return step
-
-
-def _adagrad_step(optimizer):
-    def step():
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     return step
 
@@ -292,7 +282,6 @@ VARIANTS: dict[str, Any] = {
     "torch_unique": unique,
     "torch_stacked": stacked,
     "torch_separate": separate,
-    "torch_sparse_adagrad": functools.partial(stacked, row_optimizer="adagrad"),
     "torch_compiled": functools.partial(stacked, compiled=True),
     "torch_unique_compiled": functools.partial(unique, compiled=True),
     "fbgemm": fbgemm,

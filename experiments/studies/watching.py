@@ -36,7 +36,6 @@ class Process:
     """A process with a time limit.
 
     Args:
-      command: command to start.
       environment: environment variables; those of this process if None.
       limit_s: seconds after which it counts as hung and is ended.
     """

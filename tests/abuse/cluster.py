@@ -1,6 +1,7 @@
 """Servers on Ray: wrong arguments and environments, refused before any process starts."""
 
 import sys
+from pathlib import Path
 
 import oac_throughput
 import shadowsync_quality
@@ -63,7 +64,7 @@ for name, value, match in (
     )
 
 
-@situation("servers of a link that has none", ValueError, "--servers 3 is of --link remote: add that, or leave")
+@situation("servers of a link that has none", ValueError, "--servers 3 is for --link remote: add that, or leave")
 def _(directory):
     oac_throughput.check(oac_throughput.Config(servers=3))
 
@@ -74,8 +75,10 @@ def _(directory):
 
 
 for words, flags in {
-    "--pace-seconds is of --where processes": {"pace_seconds": 0.1},
-    "--no-last-rounds is of emulated trainers": {"last_rounds": False, "where": "processes"},
+    "--pace-seconds 0.1 is for --where processes": {"pace_seconds": 0.1},
+    "--no-last-rounds is for --where emulated": {"last_rounds": False, "where": "processes"},
+    "--path x is for --data criteo": {"path": Path("x")},
+    "--rows 9 is for --data synthetic": {"rows": 9, "data": "criteo"},
     "the arm all_reduce waits in every step": {"arms": ("all_reduce",), "where": "processes"},
 }.items():
 

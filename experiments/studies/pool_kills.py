@@ -60,7 +60,6 @@ class PoolKiller:
     A kill that is due before the one before it is over waits for its end.
 
     Args:
-      servers: supervisor of the shard servers.
       plan: {steps of all trainers together: kind of the process}.
       seed: of the draw of each victim among those of its kind.
 
@@ -107,17 +106,12 @@ def trained_pool(
     """Train a pool over new servers; within the context the rows are there to be evaluated.
 
     Args:
-      cluster: the entered cluster.
-      work: work of the trainers.
       trainers, servers: numbers of processes.
       plan, seed: as for `PoolKiller`; no kills if None.
       directory: where an image of the rows is saved every `SAVE_EVERY_S` seconds; None to not save.
 
     Yields:
       State of trainer 0 over the rows at the servers; the statistics; the killer.
-
-    Raises:
-      RuntimeError: a process has died that was not to be killed.
     """
     plan = plan or {}
     started = Supervisor(
@@ -142,8 +136,6 @@ def pool_figures(stats: PoolStats, killer: PoolKiller, stream: int) -> dict[str,
     """Return the figures of a run.
 
     Args:
-      stats: of the run.
-      killer: its killer.
       stream: number of examples of the stream.
     """
     begun = next(at for at, steps in killer.looks if steps)
