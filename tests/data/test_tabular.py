@@ -352,7 +352,7 @@ def test_damaged_parquet_and_foreign_types_are_refused_in_words(tmp_path):
 KILLED = """
 import os, signal, sys
 import jaxrec.data.sources as source, jaxrec.data.preparation as preparation, jaxrec.data.tabular as tabular
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_tabular import SCHEMA, SMALL
 source.CHUNK_BYTES = 2000
 write = preparation.write_blocks
@@ -372,7 +372,9 @@ tabular.prepare([{path!r}], {out!r}, SCHEMA, **SMALL)
 def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch):
     monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 2000)
     path, out = write(tmp_path / "a.csv", table(300)), tmp_path / "out"
-    code = KILLED.format(tests=str(Path(__file__).parent), shards=shards, path=str(path), out=str(out))
+    code = KILLED.format(
+        tests=[str(place) for place in Path(__file__).parents[:2]], shards=shards, path=str(path), out=str(out)
+    )
     done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ), timeout=200)
     assert done.returncode == -signal.SIGKILL and len(digests(out)) == shards
     with pytest.raises(ValueError, match="is no complete dataset"):
