@@ -9,8 +9,10 @@ is left to the implementations of `Server`.
 Legend: S shards, V rows of a stack, p shards of a message, C rows of each of them (padded), E embedding width.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -338,6 +340,10 @@ class ShardServer:
             fill_initial(self.spec, self.layout, stack, shard, self._parts[stack, shard])
             self._initial.add((stack, shard))
         return self
+
+    def overwriting(self, shards: Sequence[int]) -> AbstractContextManager:
+        """As `Tables.overwriting`; nothing has to be marked, as these rows do not outlive their process."""
+        return contextlib.nullcontext(self)
 
     # ---- checks of what the kernels follow unchecked
 
