@@ -104,6 +104,21 @@ def test_a_run_survives_deaths_and_counts_every_example_once(cluster, tmp_path, 
         assert stats.failures[0].at_s > 5 and "has not answered for 5 s" in stats.failures[0].reason
 
 
+def test_a_server_that_was_only_slow_is_replaced_and_its_trainers_do_not_wait_for_minutes(cluster, tmp_path):
+    with pool_of(cluster, tmp_path, rule=None) as (servers, pool):  # trainers wait 5 s for an answer, the driver 10
+        stop = Killer(servers, signal.SIGSTOP, ["server"])
+
+        def stop_for_a_while(pool):
+            if not stop.sent:
+                stop(pool)
+                if stop.sent:
+                    threading.Timer(8, os.kill, (stop.sent[0], signal.SIGCONT)).start()
+
+        _, stats = pool.run(stop_for_a_while)
+    assert "has not answered trainer" in next(one.reason for one in stats.failures if one.kind == "server")
+    assert stats.examples == 2 * STEPS * BATCH and max(stats.waited_for_rows_s) < 120
+
+
 def test_a_successor_that_dies_before_it_trains_loses_and_repeats_nothing(cluster):
     with pool_of(cluster, rule=None) as (servers, pool):
         first, seen = Killer(servers, signal.SIGKILL, ["trainer"]), []

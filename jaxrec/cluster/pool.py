@@ -134,6 +134,7 @@ class TrainerPool:
         self._before = [Progress()] * trainers  # of the previous incarnations, summed
         self._params: dict[int, PyTree] = {}  # {trainer: parameters} of those that are done
         self._given_up: dict[int, str] = {}  # {trainer: reason}
+        self._lost_since: dict[int, float] = {}  # {trainer: when it was first seen waiting for a server}
         self._started_at = time.monotonic()
 
     @property
@@ -263,14 +264,26 @@ class TrainerPool:
         if found.state == "waiting":  # `begin` has not arrived, and it does not know its position
             return
         self._progress[number] = found
-        if found.lost:
-            self._tables.probe(found.lost)
+        self._check_lost(number, found.lost)
         if found.state == "done":
             self._finish(number, one)
         elif found.state == "failed":
             if not found.reason.startswith(_CAUSED_BY_OTHERS):
                 raise RuntimeError(f"trainer {number} has failed: {found.reason}")
             self._start_successor(number, f"{one.name} has failed: {found.reason}")
+
+    def _check_lost(self, number, lost):
+        """Look at the servers of shards that a trainer takes for lost.
+
+        They answer if they are successors that have not been announced to it yet, or were only slow. As the trainer
+        waits for a successor in either case, they count as lost if it still waits after `timeout_s`.
+        """
+        if not lost:
+            self._lost_since.pop(number, None)
+        elif time.monotonic() - self._lost_since.setdefault(number, time.monotonic()) > self._timeout_s:
+            self._servers.tables.mark_lost(lost, f"it has not answered trainer {number} for {self._timeout_s:g} s")
+        else:
+            self._tables.probe(lost)
 
     def _finish(self, number, one):
         try:
@@ -320,6 +333,7 @@ class TrainerPool:
 
     def _check_servers(self, running):
         for server, reason in self._tables.restore_lost(self._beside_rows).items():
+            self._lost_since.clear()  # successors are announced below
             self._record_failure("server", server.index, reason)
             for number in running:
                 self._trainers[number].handle.call("replace_server", server.handle, server.shards, reason)
@@ -457,10 +471,7 @@ class PoolTables:
         return [server.handle for server in self._servers.in_use]
 
     def probe(self, lost: Sequence[int]) -> None:
-        """Let the tables note whether servers of shards are lost that a trainer takes for lost.
-
-        They answer if they are successors that have not been announced to the trainer yet.
-        """
+        """Let the tables note whether servers of shards are lost that a trainer takes for lost."""
         for server in self._servers.in_use:
             if set(server.shards) & set(lost):
                 with contextlib.suppress(ShardsLost):
