@@ -9,7 +9,7 @@ from meetings import Around, Clock, in_meet, in_threads, joined, of, waits
 from world import interrupt_when, no_threads_left, until
 
 from jaxrec.shadowsync import Foreground, PeerLeft, Shadow
-from jaxrec.shadowsync.rules import easgd, model_averaging
+from jaxrec.shadowsync.rules import bmuf, easgd, model_averaging
 from jaxrec.shadowsync.transport import AllToAll, Centre
 
 PARAMS = {"w": np.zeros(3, np.float32)}
@@ -114,8 +114,10 @@ def test_what_a_trainer_had_brought_goes_with_it_before_it_wakes():
         transport.sync_round(0, of(0.0), False)
 
 
-def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(clock):
-    transport = joined(AllToAll(MEAN, PARAMS, 3, timeout_s=0.2, on_failure="drop"), 0, 1)
+@pytest.mark.parametrize(("rule", "wanted"), [(MEAN, 3.0), (bmuf(1.0, momentum=0.5), 3.0), (easgd(), 0.0)])
+def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(rule, wanted, clock):
+    kind = Centre if rule.has_centre else AllToAll
+    transport = joined(kind(rule, PARAMS, 3, timeout_s=0.2, on_failure="drop"), 0, 1)
 
     def time_passes():
         until(lambda: len(in_meet(transport)) == 2)
@@ -123,7 +125,7 @@ def test_an_overdue_trainer_is_dropped_and_refused_when_it_comes_back(clock):
 
     meets = [lambda: transport.sync_round(0, of(2.0), True), lambda: transport.sync_round(1, of(4.0), True)]
     targets = in_threads(*meets, time_passes)[:2]
-    assert [(target["w"][0, 0], last) for target, last in targets] == [(3.0, True), (3.0, True)]
+    assert [(target["w"][0, 0], last) for target, last in targets] == [(wanted, True), (wanted, True)]
     with pytest.raises(ValueError, match="trainer=2 never joined within timeout_s=0.2.*no trainer can rejoin"):
         transport.join(2)
     with pytest.raises(ValueError, match="trainer=0 has finished"):

@@ -28,6 +28,13 @@ def test_trainers_of_different_precision_are_averaged_in_float32():
         assert target["w"].dtype == np.float32 and target["w"][0, 0] == 256.5
 
 
+def test_a_mean_is_over_all_replicas_of_all_trainers():
+    transport = joined(AllToAll(MEAN, PARAMS, 2), 0, 1)
+    meets = (lambda: transport.sync_round(0, of(0.0, 0.0, 0.0), False), lambda: transport.sync_round(1, of(4.0), False))
+    for (target, _), replicas in zip(in_threads(*meets), (3, 1), strict=True):
+        np.testing.assert_array_equal(target["w"], np.ones((replicas, 3)))
+
+
 @pytest.mark.parametrize("kind", [Shadow, Foreground])
 def test_with_a_centre_an_early_trainer_gets_the_last_model(kind):
     rule, more = easgd(0.5), {"every_steps": 1} if kind is Foreground else {}
