@@ -86,7 +86,7 @@ def test_a_run_is_a_fold_of_the_step(make):
         return state
 
     with make() as engine:
-        losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0), [hook])]
+        losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0), iter([hook]))]
     wanted, wanted_losses = plain(12)
     assert losses == wanted_losses and same(bits(engine.state), wanted)
     assert seen == [(step, step, {"width_4"}) for step in range(1, 13)] and engine.step == 12
@@ -261,11 +261,12 @@ def test_another_state_takes_the_place_between_runs(make):
 
 
 @each
-def test_a_loss_that_is_not_finite_is_refused_by_its_step(make):
-    bad = batch_at(3)
-    bad.label[2] = np.nan
-    with make() as engine, pytest.raises(FloatingPointError, match="at step 3"):
-        list(engine.run([batch_at(0), batch_at(1), bad, batch_at(2)], check_every_steps=2))
+@pytest.mark.parametrize(("bad", "every"), [(1, 1), (3, 2), (4, 100)])
+def test_a_loss_that_is_not_finite_is_refused_by_its_step(make, bad, every):
+    batches = [batch_at(index) for index in range(4)]
+    batches[bad - 1].label[2] = np.nan
+    with make() as engine, pytest.raises(FloatingPointError, match=f"nan at step {bad} .*learning rates"):
+        list(engine.run(batches, check_every_steps=every))
 
 
 @each

@@ -57,15 +57,6 @@ def test_the_cut_of_a_step_is_saved_though_a_hook_of_it_failed(make):
 
 
 @each
-def test_hooks_from_a_generator_run_at_every_step(make):
-    seen = []
-    hooks = [lambda state, step, *_: (seen.append(step), state)[1]]
-    with make() as engine:
-        list(engine.run(stream_from(0, 3), iter(hooks)))
-    assert seen == [1, 2, 3]
-
-
-@each
 def test_a_loss_that_is_not_finite_is_told_though_the_run_was_left(make):
     bad = batch_at(1)
     bad.label[2] = np.nan

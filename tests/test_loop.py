@@ -40,15 +40,6 @@ def test_fit_runs_every_hook_once_a_step_in_order():
     assert run_hooks([lambda s, *_: s + 1, lambda s, *_: s * 10], 1, 0, None, None) == 20
 
 
-@pytest.mark.parametrize("every", [1, 2, 100])
-@pytest.mark.parametrize("bad", [0, 4])
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(bad, every):
-    losses = [0.1] * 5
-    losses[bad] = float("nan")
-    with pytest.raises(FloatingPointError, match=f"nan at step {bad + 1} .*learning rates"):
-        loop.fit(state_at(0), [(i, None) for i in range(5)], counting_step(losses), check_every_steps=every)
-
-
 def test_planned_grows_and_keeps_its_capacity():
     spec = EmbeddingSpec({"t": Table(1000, 4)}, {"t": Lookup("t")}, shards=1)
 

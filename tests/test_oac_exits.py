@@ -525,7 +525,8 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     second = Pipeline(other, update_of(SPEC), window=WINDOW)
     running = first.run(batches[:6])
     next(running)
-    for ask in (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged)):
+    asks = (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged))
+    for ask in (*asks, lambda: pipeline_of().reset(make_state()._replace(tables=second.tables))):
         with pytest.raises(ValueError, match="another pipeline is running over these tables"):
             ask()
     list(running)
@@ -756,23 +757,13 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step_beside_another_end():
     assert "at step 5" in all_notes(raised.value)
 
 
-@pytest.mark.parametrize("way", ["commit", "hook"])
-def test_the_cut_of_a_step_is_saved_though_its_hooks_are_interrupted(way, ctrl_c):
+def test_the_cut_of_a_step_is_saved_though_its_commit_is_interrupted(ctrl_c):
     batches, saved, hooked = make_batches(12), [], []
-
-    def hook(state, step, plan, metrics):
-        if step == 5 and way == "hook":
-            interrupt(state)
-        hooked.append(step)
-        return state
-
-    kind = interrupted_in_the_commit(5) if way == "commit" else Pipeline
-    pipeline, stream = pipeline_of(kind=kind), iter(batches)
+    pipeline, stream = pipeline_of(kind=interrupted_in_the_commit(5)), iter(batches)
     pipeline.snapshot_at(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
     with pytest.raises(KeyboardInterrupt), pipeline:
-        list(pipeline.run(stream, [hook]))
-    assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left()
-    assert hooked == list(range(1, 6 if way == "commit" else 5))
+        list(pipeline.run(stream, [lambda state, step, *_: hooked.append(step) or state]))
+    assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left() and hooked == [1, 2, 3, 4, 5]
     list(pipeline.run(stream))
     assert equal(pipeline.state, states_of(batches)[12])
 
