@@ -19,7 +19,7 @@ from studies.deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial,
 from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
-from test_oac_engine import serial_loop
+from test_oac_runs import serial_loop
 from test_tables import dense_table, random_like
 from world import loss, until
 

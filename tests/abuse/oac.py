@@ -8,8 +8,7 @@ import threading
 import jax
 import numpy as np
 import optax
-from hooks import at_step
-from world import no_threads_left, pair_batch, pair_loss
+from world import at_step, no_threads_left, pair_batch, pair_loss
 
 import jaxrec
 from abuse import refused, situation
