@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fleets import Fleet, remote
-from in_process import InProcess
+from fleets import Fleet, InProcess, remote
 
 import jaxrec
 from abuse import refused, situation
