@@ -1,9 +1,108 @@
-"""In-process shard servers that die on demand, and their successors."""
+"""In-process shard servers, which answer messages one at a time in sending order, die on demand and have successors.
 
-from in_process import InProcess
+Faults emulate what a network and machines do to messages.
+"""
+
+import collections
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from jaxrec.embedding import RemoteTables
-from jaxrec.embedding.servers import ShardServer, deal
+from jaxrec.embedding.servers import Sender, ServerGone, ShardServer, deal
+
+# How often a message is handled on arrival.
+_TIMES = {"": 1, "twice": 2, "twice, once late": 1, "late": 0, "drop": 0, "answer and die": 1}
+
+
+class InProcess:
+    """A connection to a shard server in this process, see `Server`.
+
+    Messages and answers are copied, as between processes.
+
+    Args:
+      server: the server that answers.
+      fate: (verb, index) -> the fate of the message with this index, from 0, among those of its verb: '' arrives once;
+        'twice'; 'late', after the next message; 'twice, once late'; 'drop'; 'die', the server dies before it handles
+        the message; or 'answer and die', the server dies after handling it and the answer is lost.
+    """
+
+    def __init__(self, server: ShardServer, fate: Callable[[str, int], str] = lambda verb, number: ""):
+        self._server: ShardServer | None = server
+        self._fate, self._counts, self._late = fate, collections.Counter[str](), list[tuple]()
+        self._pool, self._lock = ThreadPoolExecutor(1, "shard-server"), threading.Lock()
+        self._waiting: set[Future] = set()  # answers still pending
+
+    def call(self, verb: str, sender: Sender, *args) -> Future:
+        """Sends a message, as `Server.call`."""
+        answer: Future = Future()
+        with self._lock:
+            if self._server is None:
+                answer.set_exception(_gone())
+            else:
+                self._waiting.add(answer)
+                self._pool.submit(self._arrive, (verb, sender, copy.deepcopy(args), answer))
+        return answer
+
+    def kill(self) -> None:
+        """Ends the server and loses its rows; a message being handled is completed, but its answer is lost."""
+        with self._lock:
+            self._server, waiting, self._waiting = None, self._waiting, set()
+        for answer in waiting:
+            answer.set_exception(_gone())
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.kill()
+        self._pool.shutdown()
+
+    # ---- in the server's thread
+
+    def _arrive(self, message):
+        verb, late, self._late = message[0], self._late, []
+        number, self._counts[verb] = self._counts[verb], self._counts[verb] + 1
+        fate = self._fate(verb, number)
+        if fate == "die":
+            return self.kill()
+        if fate not in _TIMES:
+            return self._tell(message[-1], error=ValueError(f"fate {fate!r} must be 'die' or one of {list(_TIMES)}."))
+        for _ in range(_TIMES[fate]):
+            self._handle(message, heard=fate != "answer and die")
+        if fate == "answer and die":
+            return self.kill()
+        for other in late:
+            self._handle(other)
+        if fate in ("late", "twice, once late"):
+            self._late.append(message)
+
+    def _handle(self, message, heard=True):
+        verb, sender, args, answer = message
+        with self._lock:
+            server = self._server
+        if server is None:
+            return
+        try:
+            found, error = copy.deepcopy(server.answer(verb, sender, *args)), None
+        except Exception as raised:
+            found, error = None, raised
+        if heard:
+            self._tell(answer, found, error)
+
+    def _tell(self, answer, found=None, error=None):
+        with self._lock:
+            if answer not in self._waiting:  # already answered, or the server is dead
+                return
+            self._waiting.discard(answer)
+        answer.set_result(found) if error is None else answer.set_exception(error)
+
+
+def _gone():
+    return ServerGone("the server in this process has ended")
 
 
 class Fleet:

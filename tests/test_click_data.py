@@ -1,20 +1,32 @@
-"""The data of the click job: a step's batch does not depend on where training began; the three sets are disjoint."""
+"""Streams of clicks and of a prepared table: parts without a common row, runs that go on at any step, and flags."""
 
 import inspect
+import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import train
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from main import click_data, table_data
 from main.cli import refuse, refuse_small
-from main.click_data import criteo_clicks, set_apart, synthetic_clicks
+from main.click_data import criteo_clicks, make_model, set_apart, synthetic_clicks
 from main.flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules_of
+from main.table_summary import open_schema
+from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
+from trained_run import criteo_lines, write_lines
 
+import jaxrec
 from jaxrec.data.criteo import open_split, prepare
 from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks
+from jaxrec.data.tabular import AtRandom, Categorical, Dense, MultiHot, Schema, Sequence
+from jaxrec.data.tabular import prepare as prepare_table
+from jaxrec.embedding import HostTables, rowwise_adagrad, sgd
+from jaxrec.loop import planned
 
 LINES, TRAINED = 240, 200
 CARDINALITIES = (30, 20, 10)
@@ -264,3 +276,167 @@ def test_flags_shape_the_run():
     batches = [batch.dense.tobytes() for batch in data.train(0)]
     assert sorted(batches[:6]) == sorted(batches[6:12]) and batches[:6] != batches[6:12]
     assert data.validation is not None
+
+
+def small_job(seed=0):
+    model = click_data.make_model("small_dlrm", 4)
+    return click_data.click_job(CARDINALITIES, model, optax.adam(0.01), rowwise_adagrad(0.1), 4, shards=1, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """240 prepared rows of a raw file: 200 to train on."""
+    place = tmp_path_factory.mktemp("criteo")
+    prepare([write_lines(place / "train.txt", criteo_lines(240))], place / "rows", min_count=2)
+    return place / "rows"
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "examples"),
+    [
+        ({"batch_size": 64}, 4, 200),  # three full ones, one padded
+        ({"batch_size": 64, "padded": False}, 3, 192),
+        ({"batch_size": 64, "steps": 2}, 2, 128),
+        ({"batch_size": 50, "examples": 120, "padded": False}, 2, 100),
+        ({}, 2, 200),  # small batches for few rows
+    ],
+)
+def test_criteo_gives_the_batches_that_were_asked_for(directory, flags, steps, examples):
+    data = click_data.criteo_clicks(directory, **flags)
+    assert (data.steps, data.examples) == (steps, examples)
+    batches = list(data.train(0))
+    assert len(batches) == steps and sum(batch.weight.sum() for batch in batches) == examples
+    assert {len(batch.label) for batch in batches} == {data.batch_size}
+
+
+@pytest.mark.parametrize("every", [1, 3, 4])
+@pytest.mark.parametrize("first", [0, 2, 7])
+def test_every_third_batch_is_that_of_the_whole_stream_over_all_epochs(directory, first, every):
+    for data in (
+        click_data.criteo_clicks(directory, batch_size=24, epochs=3, shuffle_seed=1),
+        click_data.synthetic_clicks(CARDINALITIES, 16, 5, seed=3, test_batches=1, epochs=2, shuffle=True),
+    ):
+        whole = list(data.train(0))
+        for batch, other in zip(data.train(first, every), whole[first::every], strict=True):
+            np.testing.assert_equal(batch._asdict(), other._asdict())
+
+
+@pytest.mark.parametrize(
+    "flags", [{"batch_size": 300, "padded": False}, {"batch_size": 64, "examples": 50, "padded": False}]
+)
+def test_less_than_one_batch_is_refused(directory, flags):
+    with pytest.raises(ValueError, match="not examples enough for one batch of"):
+        click_data.criteo_clicks(directory, **flags)
+
+
+def test_a_job_of_another_seed_differs_in_its_initial_rows_alone():
+    job = small_job()
+    other = job.of_seed(7)
+    assert other[1:] == job[1:] and other.spec == small_job(seed=7).spec
+    a, b = (HostTables.create(each.spec, each.row_optimizer).shards["width_4"][0]["value"] for each in (job, other))
+    assert not np.array_equal(a, b)
+
+
+def test_an_unknown_model_is_refused():
+    with pytest.raises(
+        ValueError, match="model='dcn' must be one of dlrm, dcnv2, dcnv2_mlperf, small_dlrm, lr, fm, dnn, "
+    ):
+        click_data.make_model("dcn", 4)
+
+
+@pytest.mark.parametrize("hots", ["one", "mlperf"])
+def test_the_reference_work_trains_with_bags_of_mlperfs_sizes_and_without(hots):
+    job = Job(rows=2_000, batch_size=32, hots=hots, hots_scale=0.5)
+    spec, loss, params, optimizer, rows = reference_work(job)
+    batches = [in_bags(job, spec, batch) for batch in synthetic(job, 2)[1]]
+    shapes = {name: spec.lookups[name].hots for name in spec.lookups}
+    sizes = [max(1, round(size / 2)) for size in MLPERF_HOTS]
+    assert list(shapes.values()) == (sizes if hots == "mlperf" else [1]) and sum(MLPERF_HOTS) == 214
+    assert {name: len(spec.columns_of(name)[1]) for name in shapes} == dict.fromkeys(shapes, 26 if hots == "one" else 1)
+    state = jaxrec.init_state(params, optimizer, HostTables.create(spec, rows))
+    step, losses = jaxrec.make_train_step(spec, loss, optimizer, rows), []
+    for batch in batches * 10:
+        state, metrics = step(state, jaxrec.plan(spec, batch.ids), batch)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-2:]) < np.mean(losses[:2])
+
+
+# ---- a prepared table
+
+OTHERS = ("lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "dcnv2")
+FEATURES = [Categorical("user", 1), MultiHot("tags", at_most=3), Sequence("seen", last=1, share="user")]
+WITHOUT = {
+    "everything": [*FEATURES, Dense("x")],
+    "no number": FEATURES,
+    "bags alone": [MultiHot("tags", at_most=2), Dense("x")],
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """{kind of schema: directory}"""
+    folder, rng = tmp_path_factory.mktemp("tables"), np.random.default_rng(0)
+    rows = [f"{rng.integers(2)},{rng.integers(3)},u{rng.integers(9)},{rng.random()},a|b,u{rng.integers(9)}"
+            for _ in range(300)]  # fmt: skip
+    (folder / "a.csv").write_text("\n".join(["y,z,user,x,tags,seen", *rows]) + "\n")
+    for kind, features in WITHOUT.items():
+        schema = Schema(label=["y"], features=features, split=AtRandom(0.6, 0.2))
+        prepare_table([folder / "a.csv"], folder / kind, schema, block_rows=32)
+    return folder
+
+
+def flags(directory, **others):
+    defaults = dict(batch_size=16, steps=None, epochs=2, shuffle=True, seed=3, validation_fraction=0.0, patience=None)
+    return types.SimpleNamespace(path=(directory,), **(defaults | others))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dlrm", kind) for kind in WITHOUT]
+    + [pytest.param(name, "everything", marks=pytest.mark.slow) for name in OTHERS],
+)
+def test_every_model_trains_on_every_kind_of_table(prepared, kind, name):
+    data = table_data.tabular_data(flags(prepared / kind))
+    job = table_data.table_job(data.table, make_model(name, 4), optax.sgd(0.1), sgd(0.1), 4, 2)
+    state, step = job.state(HostTables.create(job.spec, job.row_optimizer), 0), job.train_step()
+    batch, plans = next(iter(planned(job.spec, data.train(0))))
+    _, metrics = step(state, plans, batch)
+    assert jnp.isfinite(metrics["loss"])
+
+
+def test_a_run_goes_on_where_it_was_and_its_parts_have_no_row_in_common(prepared):
+    data = table_data.tabular_data(flags(prepared / "everything"))
+    whole = list(data.train(0))
+    assert len(whole) == data.steps == 2 * data.epoch_steps
+    for later, batch in zip(data.train(7), whole[7:], strict=True):
+        np.testing.assert_equal(later._asdict(), batch._asdict())
+    seen = lambda batches: {float(x) for b in batches for x, w in zip(b.dense[:, 0], b.weight, strict=True) if w}
+    parts = [seen(whole), seen(data.validation()), seen(data.test())]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 300
+
+
+def test_flags_that_do_not_fit_a_table_are_refused(prepared, tmp_path):
+    with pytest.raises(ValueError, match="has validation rows of its own"):
+        table_data.tabular_data(flags(prepared / "everything", validation_fraction=0.1))
+    schema = Schema(label="y", features=FEATURES)
+    prepare_table([prepared / "a.csv"], tmp_path / "out", schema)
+    with pytest.raises(ValueError, match="--patience 2 wants a validation"):
+        table_data.tabular_data(flags(tmp_path / "out", patience=2))
+    assert table_data.tabular_data(flags(tmp_path / "out", patience=2, validation_fraction=0.1)).validation
+    with pytest.raises(ValueError, match="is no complete dataset"):
+        table_data.tabular_data(flags(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("schema = (", "schema.py, line 1: SyntaxError"),
+        ("x = 1\n\nschema = nobody", "schema.py, line 3: NameError"),
+        ("x = 1", "has no schema: write"),
+        ("from jaxrec.data.tabular import *\nschema = Schema(label='y', features=[])", "line 2: ValueError: features"),
+    ],
+)
+def test_a_file_without_a_schema_is_refused_by_its_line(tmp_path, text, rule):
+    (tmp_path / "schema.py").write_text(text)
+    with pytest.raises(ValueError, match=rule):
+        open_schema(str(tmp_path / "schema.py"))

@@ -305,7 +305,7 @@ def problem():
     return Problem(make_state, update_of(SPEC), batches, [*states_of(batches).values()])
 
 
-# A stream that blocks is in test_oac_exits.py, as here a pipeline would wait for it for seconds.
+# A stream that blocks is in test_oac_runs.py, as here a pipeline would wait for it for seconds.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stream blocks"])
 @settings(max_examples=examples(4, 20))
 @given(seed=st.integers(0, 2**31))

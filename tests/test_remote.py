@@ -9,17 +9,15 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fleets import Fleet, remote
+from fleets import Fleet, InProcess, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process import InProcess
-from over_pipes import OverPipe
 from strategies import chosen, draw_ids, examples, specs
 from studies.deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial, of_losses
 from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
-from test_oac_engine import serial_loop
+from test_oac_runs import serial_loop
 from test_tables import dense_table, random_like
 from world import loss, until
 
@@ -502,20 +500,6 @@ def test_a_look_that_meets_a_death_that_nobody_recovers_says_so(make):
         fleet.ways[1].kill()
         with pytest.raises(ShardsLost):
             engine.exclusive(lambda tables: every_row(tables) and tables)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-def test_a_process_that_is_killed_ends_as_serial_that_loses_its_shards_at_that_step(make, tmp_path):
-    """kill -9 while gathers of later batches may be in flight; messages are pickled between processes."""
-    with Fleet(SPEC, ROWS, 2, way=OverPipe) as fleet:
-        first, gate = fleet.ways[1], lambda index: first.kill() if index == 10 and first.process.is_alive() else None
-        engine = make(fresh("host")._replace(tables=fleet.tables))
-        found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, gate)
-        assert fleet.died == [1] and recovery.failed == 2
-    assert not any(way.process.is_alive() for way in fleet.ways)
-    assert [shards for shards, _ in log.losses.values()] == [(1, 3)]
-    assert same(found, serially(tmp_path / "wanted", "mfu", log))
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from in_process import InProcess
+from fleets import InProcess
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.servers import (

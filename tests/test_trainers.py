@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from in_process import InProcess
+from fleets import InProcess
 from test_sync_servers import InThread
 from world import is_inside, until
 

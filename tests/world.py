@@ -1,4 +1,4 @@
-"""Helpers shared by tests: a small click model, waiting for threads, Ctrl-C, threads that are left."""
+"""Helpers shared by tests: a small click model, hooks, waiting for threads, Ctrl-C, threads that are left."""
 
 import contextlib
 import itertools
@@ -42,6 +42,17 @@ def pair_batch(size=8, seed=0, **changes):
     rng = np.random.default_rng(seed)
     ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
     return batch_of(ids, (rng.random(size) < 0.5).astype(np.float32))._replace(**changes)
+
+
+def at_step(step, act):
+    """A hook that calls a function with the state after one given step."""
+
+    def hook(state, number, plan, metrics):
+        if number == step:
+            act(state)
+        return state
+
+    return hook
 
 
 def until(condition):

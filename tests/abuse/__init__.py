@@ -39,7 +39,8 @@ def situation(words: str, error: type[BaseException] | None = None, match: str =
     return enter
 
 
-def refused(table: Mapping[str, Callable[[Path], object]]) -> None:
-    """Register mistakes of one expression each, {words of the error: mistake}, which raise ValueError."""
-    for match, act in table.items():
-        situation(match, ValueError, match)(act)
+def refused(table: Mapping[str, Callable | tuple[Callable, ...]]) -> None:
+    """Register mistakes of one expression each, {words of the error: mistake or mistakes}, which raise ValueError."""
+    for match, acts in table.items():
+        for act in acts if isinstance(acts, tuple) else (acts,):
+            situation(match, ValueError, match)(act)

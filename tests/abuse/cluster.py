@@ -6,7 +6,7 @@ from pathlib import Path
 import oac_throughput
 import shadowsync_quality
 
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cluster.runtime import check_authentication
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
@@ -25,9 +25,20 @@ def _(directory):
         pass
 
 
-@situation("authentication that is switched off", ValueError, "RAY_AUTH_MODE=disabled switches the authentication")
-def _(directory):
-    check_authentication({"RAY_AUTH_MODE": "disabled"})
+refused(
+    {
+        "RAY_AUTH_MODE=disabled switches the authentication": lambda _: check_authentication(
+            {"RAY_AUTH_MODE": "disabled"}
+        ),
+        r"the cluster is not entered: with Cluster\(": lambda _: Supervisor(Cluster(), SPEC, adagrad(0.1)),
+        "--servers 3 is for --link remote: add that, or leave": lambda _: oac_throughput.check(
+            oac_throughput.Config(servers=3)
+        ),
+        "--server-cores 512 must leave a core of ": lambda _: oac_throughput.check(
+            oac_throughput.Config(link="remote", server_cores=512)
+        ),
+    }
+)
 
 
 @situation("authentication by token, or as Ray has it")
@@ -48,11 +59,6 @@ def _(directory):
         sys.modules.update({name: module for name, module in before.items() if module is not None})
 
 
-@situation("a supervisor of a cluster that was not entered", ValueError, r"the cluster is not entered: with Cluster\(")
-def _(directory):
-    Supervisor(Cluster(), SPEC, adagrad(0.1))
-
-
 for name, value, match in (
     ("timeout_s", 0, "timeout_s=0 must be a number of seconds"),
     ("start_timeout_s", float("inf"), "start_timeout_s=inf must be a number of seconds"),
@@ -62,16 +68,6 @@ for name, value, match in (
     situation(f"a supervisor with {name}={value}", ValueError, match)(
         lambda directory, name=name, value=value: Supervisor(Cluster(), SPEC, adagrad(0.1), **{name: value})
     )
-
-
-@situation("servers of a link that has none", ValueError, "--servers 3 is for --link remote: add that, or leave")
-def _(directory):
-    oac_throughput.check(oac_throughput.Config(servers=3))
-
-
-@situation("no core left to the trainer", ValueError, "--server-cores 512 must leave a core of ")
-def _(directory):
-    oac_throughput.check(oac_throughput.Config(link="remote", server_cores=512))
 
 
 for words, flags in {

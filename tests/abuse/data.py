@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from abuse import situation
+from abuse import refused, situation
 from jaxrec.data.criteo import open_encoder, open_split, prepare
 from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
@@ -46,14 +46,19 @@ def read_all(out):
 # Raw files.
 
 
-@situation("a byte order mark", ValueError, "train.txt, line 1: .*byte order mark.*tail -c")
-def _(directory):
-    prepare([raw(directory, "\ufeff" + text())], directory / "out", **SMALL, max_bad_rows=5)
-
-
-@situation("a file in UTF-16", ValueError, "train.txt is no text, or UTF-16.*iconv")
-def _(directory):
-    prepare([raw(directory, text().encode("utf-16"))], directory / "out", **SMALL)
+refused(
+    {
+        "train.txt, line 1: .*byte order mark.*tail -c": lambda directory: prepare(
+            [raw(directory, "\ufeff" + text())], directory / "out", **SMALL, max_bad_rows=5
+        ),
+        "train.txt is no text, or UTF-16.*iconv": lambda directory: prepare(
+            [raw(directory, text().encode("utf-16"))], directory / "out", **SMALL
+        ),
+        r"is one path, but sources is a list: write \[": lambda directory: prepare(
+            str(raw(directory)), directory / "out", **SMALL
+        ),
+    }
+)
 
 
 @situation("a header line that is allowed as a bad row")
@@ -86,11 +91,6 @@ def _(directory):
     prepare([directory / "pipe"], directory / "out", **SMALL)
 
 
-@situation("a path where a list of paths is expected", ValueError, r"is one path, but sources is a list: write \[")
-def _(directory):
-    prepare(str(raw(directory)), directory / "out", **SMALL)
-
-
 # Arguments and directories of a preparation.
 
 
@@ -108,6 +108,21 @@ def _(directory):
 @situation("a file for the directory", NotADirectoryError, "Not a directory: .*out")
 def _(directory):
     prepare([raw(directory)], raw(directory, "x", "out"), **SMALL)
+
+
+refused(
+    {
+        "progress.json is cut or damaged: it has no options": lambda directory: resumed(
+            directory, lambda out: (out / "progress.json").write_text("{}")
+        ),
+        "vocabulary.npz is missing, cut or damaged .*delete this file and run": lambda directory: resumed(
+            directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY
+        ),
+        "array_record-00001 has 65536 bytes instead of": lambda directory: resumed(
+            directory, lambda out: cut(out / "criteo-train.array_record-00001")
+        ),
+    }
+)
 
 
 @situation("a URL for the directory", ValueError, "gs://bucket/out is no path on this machine")
@@ -145,16 +160,6 @@ def cut(path, keep=0.5):
 VOCABULARY = {"hash_cap": None, "min_count": 1}
 
 
-@situation("progress.json is of something else", ValueError, "progress.json is cut or damaged: it has no options")
-def _(directory):
-    resumed(directory, lambda out: (out / "progress.json").write_text("{}"))
-
-
-@situation("vocabulary.npz is cut", ValueError, "vocabulary.npz is missing, cut or damaged .*delete this file and run")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "vocabulary.npz"), **VOCABULARY)
-
-
 @situation("vocabulary.npz is one array", ValueError, "vocabulary.npz is missing, cut or damaged")
 def _(directory):
     def damage(out):
@@ -176,11 +181,6 @@ def _(directory):
 def _(directory):
     resumed(directory, lambda out: (out / "vocabulary.npz").unlink(), **VOCABULARY)
     read_all(directory / "out")
-
-
-@situation("a shard is cut when a preparation goes on", ValueError, "array_record-00001 has 65536 bytes instead of")
-def _(directory):
-    resumed(directory, lambda out: cut(out / "criteo-train.array_record-00001"))
 
 
 # Prepared directories.
@@ -279,22 +279,27 @@ class Rows:
         return block | {name: make(n) for name, make in self.columns.items()}
 
 
-@situation("labels of two axes", ValueError, r"block 0: 'label' has shape \(3, 1\): make one label \[n\]")
-def _(directory):
-    list(Loader(Rows(label=lambda n: np.zeros((n, 1))), 2))
-
-
-@situation("a misspelt weight", ValueError, "block 0 has 'wieght', which a batch has no place for")
-def _(directory):
-    list(Loader(Rows(wieght=np.ones), 2))
+refused(
+    {
+        r"block 0: 'label' has shape \(3, 1\): make one label \[n\]": lambda _: list(
+            Loader(Rows(label=lambda n: np.zeros((n, 1))), 2)
+        ),
+        "block 0 has 'wieght', which a batch has no place for": lambda _: list(Loader(Rows(wieght=np.ones), 2)),
+    }
+)
 
 
 # The synthetic log.
 
 
-@situation("synthetic: an exponent that is NaN", ValueError, "exponent=nan must be finite and 0 or more")
-def _(directory):
-    SyntheticClicks((5,), exponent=float("nan"))
+refused(
+    {
+        "exponent=nan must be finite and 0 or more": lambda _: SyntheticClicks((5,), exponent=float("nan")),
+        "bias=nan must be finite": lambda _: SyntheticClicks((5,), bias=float("nan")),
+        "each of cardinalities=2147483648 must be a": lambda _: SyntheticClicks((2**31,)),
+        "rows=10 must be a whole number from 78": lambda _: scaled_cardinalities(10),
+    }
+)
 
 
 @situation("synthetic: a huge exponent leaves one id")
@@ -302,21 +307,6 @@ def _(directory):
     assert not SyntheticClicks((50,), exponent=300.0).batch(0, 100).ids["sparse"].any()
 
 
-@situation("synthetic: a bias that is NaN", ValueError, "bias=nan must be finite")
-def _(directory):
-    SyntheticClicks((5,), bias=float("nan"))
-
-
 @situation("synthetic: no dense features")
 def _(directory):
     assert SyntheticClicks((50, 5), dense_features=0).batch(0, 4).dense.shape == (4, 0)
-
-
-@situation("synthetic: a table that int32 cannot number", ValueError, "each of cardinalities=2147483648 must be a")
-def _(directory):
-    SyntheticClicks((2**31,))
-
-
-@situation("synthetic: fewer rows than tables", ValueError, "rows=10 must be a whole number from 78")
-def _(directory):
-    scaled_cardinalities(10)

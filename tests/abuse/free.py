@@ -1,4 +1,4 @@
-"""Free trainers in stretches: wrong states, options, streams and hooks, failures, blocking, Ctrl-C."""
+"""Free trainers, in stretches and without: wrong states, options, streams and hooks, failures, blocking, Ctrl-C."""
 
 import contextlib
 import threading
@@ -12,20 +12,26 @@ import pytest
 from world import batch_of, interrupt_when, join_all, loss
 from world import workers as threads_at_work
 
-from abuse import situation
+from abuse import refused, situation
 from jaxrec import init_state, loop, make_mesh
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
+    AllToAll,
+    Emulation,
     FreeStep,
     FreeTrainers,
+    Script,
+    Shadow,
     SyncGroup,
     bmuf,
     easgd,
     model_averaging,
+    train_freely,
     train_stretch,
 )
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
+OTHER = EmbeddingSpec({"item": Table(30, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)
 STEP = FreeStep(SPEC, loss, DENSE, ROWS)  # shared, so that its programs are compiled once
 
@@ -35,20 +41,82 @@ def stream(batches, label=0.0):
         yield batch_of({"item": np.arange(8, dtype=np.int32) + number % 32}, np.full(8, label, np.float32))
 
 
-def state_of(trainers=2, spec=SPEC, home=HostTables):
+def state_of(trainers=2, spec=SPEC):
     mesh = make_mesh(trainers, jax.devices()[:trainers])
-    tables = home.create(spec, ROWS) if home is HostTables else home.create(spec, ROWS, mesh)
-    return init_state(PARAMS, DENSE, tables, mesh)
+    return init_state(PARAMS, DENSE, HostTables.create(spec, ROWS), mesh)
+
+
+@contextlib.contextmanager
+def no_thread_left():
+    try:
+        yield
+    finally:
+        assert not threads_at_work(), threads_at_work()
+
+
+# ---- one training
+
+
+def shadows(trainers):
+    transport = AllToAll(model_averaging(), PARAMS, trainers)
+    return lambda number: Shadow(transport, number)
+
+
+def freely(streams, synchroniser=None, workers=1, tables=None):
+    """Train, and check that tables are unchanged if that is refused."""
+    tables = tables or HostTables.create(SPEC, ROWS)
+    before = jax.tree.map(np.array, tables.parts("width_4"))
+    with no_thread_left():
+        try:
+            return train_freely(SPEC, loss, DENSE, ROWS, PARAMS, tables, streams, synchroniser, workers)
+        except ValueError:
+            jax.tree.map(np.testing.assert_array_equal, tables.parts("width_4"), before)
+            raise
+
+
+FREELY = {
+    "0 streams, .*must be 1 or more": lambda _: freely([]),
+    "workers_per_trainer=0": lambda _: freely([stream(1)], workers=0),
+    "trainer=2 .*from 0 to 1": lambda _: freely([stream(2) for _ in range(3)], shadows(2)),
+    "the same iterator": lambda _: freely([stream(5)] * 2),
+    "DeviceTables: free trainers write in place": lambda _: freely(
+        [stream(2)], tables=DeviceTables.create(SPEC, ROWS, make_mesh())
+    ),
+    "synchroniser.1. is a NoneType: return a": lambda _: freely(
+        [stream(2), stream(2)], lambda number: None if number else shadows(2)(0)
+    ),
+    "the state of trainer 0 is not of one replica": lambda _: train_stretch(
+        STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)]
+    ),
+}
+refused(FREELY)
+
+
+@situation("trainers without a batch")
+def _(directory):
+    for batches in (5, 0):
+        _, figures = freely([stream(0), stream(batches)], shadows(2))
+        assert figures.steps == [0, batches] and figures.average_sync_gap[0] == float("inf")
+
+
+@situation("last rounds before the first step keep the initial parameters")
+def _(directory):
+    one = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
+    emulation = Emulation(one, loss, DENSE, ROWS, PARAMS, 2, script=Script(model_averaging(), 2, 2))
+    emulation.finish()
+    for dense in emulation.dense:
+        np.testing.assert_array_equal(dense.params["w"], 1)
+    assert emulation.average_sync_gap == float("inf")
+
+
+# ---- stretches
 
 
 @contextlib.contextmanager
 def free(rule=None, trainers=2, state=None, step=STEP, **more):
     """Free-running trainers; check that no thread is left at the end."""
-    try:
-        with FreeTrainers(state or state_of(trainers), step, rule, **more) as engine:
-            yield engine
-    finally:
-        assert not threads_at_work(), threads_at_work()
+    with no_thread_left(), FreeTrainers(state or state_of(trainers), step, rule, **more) as engine:
+        yield engine
 
 
 def train(engine, batches, hooks=()):
@@ -63,48 +131,69 @@ def goes_on(engine, batches):
     assert engine.step == batches + 2
 
 
-@situation("tables of another spec than the step", ValueError, "tables were made with another spec")
-def _(directory):
-    other = EmbeddingSpec({"item": Table(30, 4)}, {"item": Lookup("item")}, shards=2)
-    FreeTrainers(state_of(spec=other), STEP)
+def after(rule, batches, then):
+    """Make other trainers of the state after some batches."""
+    with free(rule) as engine:
+        train(engine, stream(batches))
+        FreeTrainers(engine.state, STEP, then)
 
 
-@situation("one replica over two devices", ValueError, "no mesh of one device for each trainer")
-def _(directory):
-    tables = HostTables.create(SPEC, ROWS)
-    FreeTrainers(init_state(PARAMS, DENSE, tables, make_mesh(1, jax.devices()[:2])), STEP)
+def in_a_hook(act):
+    """Call `act` with the engine in a hook after the first stretch, which is whole whatever that does."""
+    with free(stretch_steps=2) as engine:
+        try:
+            train(engine, stream(4), [lambda *given: act(engine)])
+        finally:
+            goes_on(engine, 2)
 
 
-@situation("a foreground without a rule", ValueError, "every_steps is of a rule, and rule=None")
-def _(directory):
-    FreeTrainers(state_of(), STEP, every_steps=3)
+def at_rest(act):
+    with free() as engine:
+        try:
+            act(engine)
+        finally:
+            goes_on(engine, 0)
 
 
-@situation("figures of another number of trainers", ValueError, "is not what `figures` of 2 trainers has given")
-def _(directory):
+def figures_of_one():
     with free(trainers=1) as engine:
-        past = engine.figures()
-    with free(past=past):
-        pass
+        return engine.figures()
 
 
-@situation("stretches of no steps", ValueError, "stretch_steps=0 must be a whole number from 1")
-def _(directory):
-    FreeTrainers(state_of(), STEP, stretch_steps=0)
+def diverged():
+    memory = SyncGroup(bmuf(), PARAMS, trainers=1).memory
+    memory["shared"].momentum[0][:] = np.nan
+    return memory
 
 
-@situation("a state of another rule", ValueError, "the memory of easgd.* does not fit")
-def _(directory):
-    with free(bmuf()) as engine:
-        train(engine, stream(3))
-        FreeTrainers(engine.state, STEP, easgd())
-
-
-@situation("a state of a rule goes on without one", ValueError, "rule=None would forget what it knows")
-def _(directory):
-    with free(easgd()) as engine:
-        train(engine, stream(3))
-        FreeTrainers(engine.state, STEP)
+MISTAKES = {
+    # States and options.
+    "tables were made with another spec": lambda _: FreeTrainers(state_of(spec=OTHER), STEP),
+    "no mesh of one device for each trainer": lambda _: FreeTrainers(
+        init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS), make_mesh(1, jax.devices()[:2])), STEP
+    ),
+    "every_steps is of a rule, and rule=None": lambda _: FreeTrainers(state_of(), STEP, every_steps=3),
+    "stretch_steps=0 must be a whole number from 1": lambda _: FreeTrainers(state_of(), STEP, stretch_steps=0),
+    "is not what `figures` of 2 trainers has given": lambda _: FreeTrainers(state_of(), STEP, past=figures_of_one()),
+    "the memory of easgd.* does not fit": lambda _: after(bmuf(), 3, easgd()),
+    "rule=None would forget what it knows": lambda _: after(easgd(), 3, None),
+    "memory is of 3 trainers and the group of 2": lambda _: SyncGroup(
+        easgd(), PARAMS, trainers=2, memory=SyncGroup(easgd(), PARAMS, trainers=3).memory
+    ),
+    "the memory of bmuf.* holds nan or inf": lambda _: SyncGroup(bmuf(), PARAMS, trainers=1, memory=diverged()),
+    "the state has 1 replicas, .* are 2 trainers": lambda _: at_rest(lambda engine: engine.reset(state_of(1))),
+    # Calls at the wrong time.
+    "engine is running: exhaust or close": lambda _: in_a_hook(lambda engine: engine.run(stream(5))),
+    "reset within a run": lambda _: in_a_hook(lambda engine: engine.reset(state_of())),
+    "engine.state was read in a hook": lambda _: in_a_hook(lambda engine: engine.state),
+    "returned None: a hook returns the state": lambda _: in_a_hook(lambda engine: None),
+    "cannot bring shards .1. back .* lock step": lambda _: in_a_hook(lambda engine: engine.lose([1])),
+    "no snapshot after step 3: save in a hook": lambda _: at_rest(lambda engine: engine.snapshot_at(3, print)),
+    "returned a NoneType: HostTables of the same spec": lambda _: at_rest(
+        lambda engine: engine.exclusive(lambda tables: None)
+    ),
+}
+refused(MISTAKES)
 
 
 @situation("a state of no rule goes on with one")
@@ -117,30 +206,6 @@ def _(directory):
         assert sum(engine.figures()["rounds"]) == 2
 
 
-@situation("a memory of another number of trainers", ValueError, "memory is of 3 trainers and the group of 2")
-def _(directory):
-    SyncGroup(easgd(), PARAMS, trainers=2, memory=SyncGroup(easgd(), PARAMS, trainers=3).memory)
-
-
-@situation("a memory that has diverged", ValueError, "the memory of bmuf.* holds nan or inf")
-def _(directory):
-    memory = SyncGroup(bmuf(), PARAMS, trainers=1).memory
-    memory["shared"].momentum[0][:] = np.nan
-    SyncGroup(bmuf(), PARAMS, trainers=1, memory=memory)
-
-
-@situation("the state of two replicas for one trainer", ValueError, "the state of trainer 0 is not of one replica")
-def _(directory):
-    train_stretch(STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)])
-
-
-@situation("a run of free trainers within another", ValueError, "engine is running: exhaust or close")
-def _(directory):
-    with free(stretch_steps=2) as engine:
-        for _ in engine.run(stream(5)):
-            engine.run(stream(5))
-
-
 @situation("a stream without a batch calls no hook")
 def _(directory):
     with free(easgd()) as engine:
@@ -148,28 +213,28 @@ def _(directory):
         goes_on(engine, 0)
 
 
-@situation("a dict in the stream of free trainers, after batches that count", ValueError, "the stream has given a dict")
-def _(directory):
-    steps = []
-    with free(easgd()) as engine:
-        try:
-            train(engine, [*stream(3), {"item": 3}], [lambda state, step, *_: steps.append(step) or state])
-        finally:
-            assert steps == [3]
-            goes_on(engine, 3)
+def ends_after_3(item):
+    """A stream that gives `item` after three batches, which count; an exception is raised."""
+    yield from stream(3)
+    if isinstance(item, BaseException):
+        raise item
+    yield item
 
 
-@situation("Ctrl-C raised in the stream of free trainers", KeyboardInterrupt, "now")
-def _(directory):
-    def batches():
-        yield from stream(3)
-        raise KeyboardInterrupt("now")
+for _words, _item, _error, _match in (
+    ("a dict in the stream of free trainers", {"item": 3}, ValueError, "the stream has given a dict"),
+    ("Ctrl-C raised in the stream of free trainers", KeyboardInterrupt("now"), KeyboardInterrupt, "now"),
+):
 
-    with free(model_averaging(), every_steps=2, on_failure="drop") as engine:
-        try:
-            train(engine, batches())
-        finally:
-            goes_on(engine, 3)
+    @situation(_words, _error, _match)
+    def _(directory, item=_item):
+        steps = []
+        with free(model_averaging(), every_steps=2, on_failure="drop") as engine:
+            try:
+                train(engine, ends_after_3(item), [lambda state, step, *_: steps.append(step) or state])
+            finally:
+                assert steps == [3]
+                goes_on(engine, 3)
 
 
 @situation("Ctrl-C while the stream of free trainers blocks", KeyboardInterrupt, "^$")
@@ -198,45 +263,6 @@ def _(directory):
             goes_on(engine, 4)
 
 
-@situation("a hook of free trainers that returns nothing", ValueError, "returned None: a hook returns the state")
-def _(directory):
-    with free(stretch_steps=2) as engine:
-        try:
-            train(engine, stream(4), [lambda *given: None])
-        finally:
-            goes_on(engine, 2)
-
-
-@situation("a hook that asks the free trainers for their state", ValueError, "engine.state was read in a hook")
-def _(directory):
-    with free() as engine:
-        train(engine, stream(4), [lambda *given: engine.state])
-
-
-@situation("a reset in the middle of a run of free trainers", ValueError, "reset within a run")
-def _(directory):
-    with free(stretch_steps=2) as engine:
-        for _ in engine.run(stream(4)):
-            engine.reset(state_of())
-
-
-@situation(
-    "a reset to a state of another number of trainers", ValueError, "the state has 1 replicas, .* are 2 trainers"
-)
-def _(directory):
-    with free() as engine:
-        engine.reset(state_of(1))
-
-
-@situation("an exclusive change that returns nothing", ValueError, "returned a NoneType: HostTables of the same spec")
-def _(directory):
-    with free() as engine:
-        try:
-            engine.exclusive(lambda tables: None)
-        finally:
-            goes_on(engine, 0)
-
-
 @situation("an exclusive change in a hook is what is trained on")
 def _(directory):
     other = HostTables.create(SPEC, ROWS)
@@ -259,12 +285,6 @@ def _(directory):
         train(engine, stream(4, label=np.nan), [lambda *given: 1 / 0])
 
 
-@situation("a loss that is not finite is not spread by a rule", ValueError, "holds nan or inf, which would spread")
-def _(directory):
-    with free(model_averaging(), every_steps=1) as engine:
-        train(engine, stream(4, label=np.nan))
-
-
 @situation("free trainers are left in the middle of a run")
 def _(directory):
     with free(easgd(), stretch_steps=2) as engine:
@@ -274,27 +294,10 @@ def _(directory):
     assert engine.step == 2 and not engine.running
 
 
-@situation("a snapshot after a step of free trainers", ValueError, "no snapshot after step 3: save in a hook")
-def _(directory):
-    FreeTrainers(state_of(), STEP).snapshot_at(3, print)
-
-
-@situation("shards that free trainers are to lose", ValueError, "cannot bring shards .1. back .* lock step")
-def _(directory):
-    with free() as engine:
-        train(engine, stream(2), [lambda *given: engine.lose([1])])
-
-
-@situation("free trainers in the loop that all engines share")
+@situation("free trainers in the loop that all engines share, in a thread that gets no signals")
 def _(directory):
     with free(easgd(), stretch_steps=2) as engine:
-        assert int(loop.train(engine, lambda step: stream(6 - step)).dense.step) == 6
-
-
-@situation("free trainers in a thread that gets no signals")
-def _(directory):
-    with free(easgd(), stretch_steps=2) as engine:
-        thread = threading.Thread(target=train, args=(engine, stream(6)))
+        thread = threading.Thread(target=loop.train, args=(engine, lambda step: stream(6 - step)))
         thread.start()
         join_all([thread])
         goes_on(engine, 6)

@@ -40,6 +40,13 @@ KEYS = {
         jax.random.key(0), _keyed
     ),
     "seed=4294967296 must be": lambda _: _makes(2**32, _keyed),
+    "Predictions, free trainers and .* draw nothing": lambda _: jaxrec.make_eval_step(
+        SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch)
+    ),
+    "free trainers and their emulation draw nothing: write `rng=None` there": lambda _: _emulated(_keyed),
+    r"returned variables \['bias'\], but free trainers and the emulation apply gradients alone: train with": lambda _: (
+        _freely(_keeps_statistics)
+    ),
 }
 refused(KEYS)
 
@@ -66,11 +73,6 @@ def _(directory):
     )
 
 
-@situation("a prediction that draws", ValueError, "Predictions, free trainers and .* draw nothing")
-def _(directory):
-    jaxrec.make_eval_step(SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch))
-
-
 ONE = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
 
 
@@ -95,14 +97,6 @@ def _keeps_statistics(params, *args):
 
 
 @situation(
-    "the emulation of a loss that draws", ValueError,
-    "free trainers and their emulation draw nothing: write `rng=None` there",
-)  # fmt: skip
-def _(directory):
-    _emulated(_keyed)
-
-
-@situation(
     "free trainers of a loss that draws, whose streams are not begun", ValueError,
     "free trainers and their emulation draw nothing: write `rng=None` there",
 )  # fmt: skip
@@ -121,14 +115,6 @@ def _(directory):
     tables = HostTables.create(SPEC, ROWS)
     (dense,), figures = train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [[pair_batch()]])
     assert figures.steps == [1] and int(dense.step) == 1
-
-
-@situation(
-    "free trainers of a loss that keeps statistics, as of BatchNorm", ValueError,
-    r"returned variables \['bias'\], but free trainers and the emulation apply gradients alone: train with make_train_",
-)  # fmt: skip
-def _(directory):
-    _freely(_keeps_statistics)
 
 
 # ---- figures

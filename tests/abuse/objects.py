@@ -109,21 +109,11 @@ def _(directory):
     train(plan=jaxrec.plan(other, pair_batch().ids))
 
 
-@situation("a plan that has dropped rows", ValueError, "has dropped rows: .* in a shard of capacity 1")
-def _(directory):
-    train(plan=jaxrec.embedding.host_plan(SPEC, pair_batch().ids, {"width_4": 1}))
-
-
 def _used_twice(home):
     state, batch = state_of(home), pair_batch()
     plan = jaxrec.plan(SPEC, batch.ids)
     train_step()(state, plan, batch)
     train_step()(state, plan, batch)
-
-
-@situation("the old state used again", ValueError, "donated to an earlier step and is gone: go on with the state that")
-def _(directory):
-    _used_twice("host")
 
 
 @situation("the old state given to fit", ValueError, "donated to an earlier step and is gone")
@@ -144,6 +134,11 @@ OTHERS = {
         state_of(), [pair_batch()], train_step()
     ),
     "have slots {'accumulator': 4} .*'accumulator': 1": lambda _: train(state=state_of("device", rows=adagrad(0.1))),
+    "has dropped rows: .* in a shard of capacity 1": lambda _: train(
+        plan=jaxrec.embedding.host_plan(SPEC, pair_batch().ids, {"width_4": 1})
+    ),
+    "donated to an earlier step and is gone: go on with the state that": lambda _: _used_twice("host"),
+    "is not a RowOptimizer": lambda directory: HostTables.create(SPEC, DENSE, directory / "tables"),
 }
 refused(OTHERS)
 
@@ -152,11 +147,6 @@ refused(OTHERS)
 def _(directory):
     other = EmbeddingSpec({"user": Table(10, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
     train(state=state_of("device", spec=other))
-
-
-@situation("tables with an optax transformation", ValueError, "is not a RowOptimizer")
-def _(directory):
-    HostTables.create(SPEC, DENSE, directory / "tables")
 
 
 # ---- meshes
@@ -187,18 +177,6 @@ def _(directory):
     _step_on_four(state_of(), state_of(mesh=jaxrec.make_mesh(devices=jax.devices()[:4])))
 
 
-@situation("the mesh forgotten in the step", ValueError, "does not match the sharding.*'data': 1")
-def _(directory):
-    train(state=state_of("device", mesh=jaxrec.make_mesh(devices=jax.devices()[:4])))
-
-
-@situation("the mesh forgotten in DeviceTables.create", ValueError, "does not match the sharding.*'data': 4")
-def _(directory):
-    tables = DeviceTables.create(SPEC, ROWS)
-    state = jaxrec.init_state(PARAMS, DENSE, tables, jaxrec.make_mesh(devices=jax.devices()[:4]))
-    train(state=state, step=train_step(devices=4))
-
-
 @situation("two replicas in the state, one in the step", ValueError, r"first axis of \[\(2,\)\], but .* 1 replicas")
 def _(directory):
     state = state_of(mesh=jaxrec.make_mesh(2, jax.devices()[:2]))
@@ -212,6 +190,15 @@ MESHES = {
     ),
     "4 shards cannot be split over 8 devices": lambda _: jaxrec.make_eval_step(
         SPEC, pair_predict, jaxrec.make_mesh(devices=jax.devices())
+    ),
+    "does not match the sharding.*'data': 1": lambda _: train(
+        state=state_of("device", mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
+    ),
+    "does not match the sharding.*'data': 4": lambda _: train(
+        state=jaxrec.init_state(
+            PARAMS, DENSE, DeviceTables.create(SPEC, ROWS), jaxrec.make_mesh(devices=jax.devices()[:4])
+        ),
+        step=train_step(devices=4),
     ),
 }
 refused(MESHES)
@@ -230,20 +217,18 @@ def _(directory):
 # ---- specs
 
 
-@situation("a table of 1e6 rows", ValueError, "rows=1000000.0 must be a whole number from 1, such as 1_000_000")
-def _(directory):
-    Table(1e6, 16)
+refused(
+    {
+        "rows=1000000.0 must be a whole number from 1, such as 1_000_000": lambda _: Table(1e6, 16),
+        "scale=.* must be 0 or more and finite": lambda _: Table(9, 4, scale=-1.0),
+    }
+)
 
 
 @situation("a table of numpy's numbers")
 def _(directory):
     spec = EmbeddingSpec({"a": Table(np.int64(9), np.int32(4))}, {"a": Lookup("a")}, shards=np.int64(4))
     assert spec.digest == EmbeddingSpec({"a": Table(9, 4)}, {"a": Lookup("a")}, shards=4).digest
-
-
-@situation("a negative scale", ValueError, "scale=.* must be 0 or more and finite")
-def _(directory):
-    Table(9, 4, scale=-1.0)
 
 
 # ---- host tables and their files
@@ -273,9 +258,15 @@ def _put_changed(change):
         assert tables.step == 0
 
 
-@situation("rows put without their slots", ValueError, "rows of 'width_4' have the shapes")
-def _(directory):
-    _put_changed(lambda rows: Rows(rows.value, {}))
+refused(
+    {
+        "rows of 'width_4' have the shapes": lambda _: _put_changed(lambda rows: Rows(rows.value, {})),
+        "object stores are not supported": lambda _: HostTables.create(SPEC, ROWS, "s3://bucket/tables"),
+        "slot named 'value'": lambda _: HostTables.create(
+            SPEC, RowOptimizer(lambda width: {"value": Slot(width, 0.0)}, ROWS.update)
+        ),
+    }
+)
 
 
 @situation("device tables read with a plan of other shards", ValueError, "a plan of 2 shards for 'width_4', but")
@@ -303,11 +294,6 @@ def files(directory):
 
 def attach(directory, **options):
     return HostTables.attach(SPEC, ROWS, directory / "tables", **options)
-
-
-@situation("a bucket for a table directory", ValueError, "object stores are not supported")
-def _(directory):
-    HostTables.create(SPEC, ROWS, "s3://bucket/tables")
 
 
 @situation("a table file cut short", ValueError, "width_4.002 is 8 bytes long, but 260 bytes are expected")
@@ -378,8 +364,3 @@ def _(directory):
         os.chdir(here)
     tables.flush()
     assert tables.directory == directory / "tables" and attach(directory).step == 0
-
-
-@situation("a row optimizer with a slot named value", ValueError, "slot named 'value'")
-def _(directory):
-    HostTables.create(SPEC, RowOptimizer(lambda width: {"value": Slot(width, 0.0)}, ROWS.update))

@@ -268,11 +268,6 @@ def exported(directory, *, to="a.npz", run=None, **flags):
         assert sorted(path.name for path in directory.iterdir()) in (before, sorted([*before, "a.npz"]))
 
 
-@situation("an export of nothing", ValueError, "give one of --table NAME, --all and --back FILE")
-def _(directory):
-    exported(directory)
-
-
 @situation("an export over a file that is there", ValueError, "exists already: give another name")
 def _(directory):
     (directory / "a.npz").write_text("dear")
@@ -288,16 +283,6 @@ def _(directory):
 def _(directory):
     saved(directory)
     exported(directory, table="item", ids=(0, 9, -1))
-
-
-@situation("an export of ids of all tables", ValueError, "--ids are rows of one table")
-def _(directory):
-    exported(directory, all=True, ids=(1,))
-
-
-@situation("an export to a file of another kind", ValueError, "must end in .npz")
-def _(directory):
-    exported(directory, table="item", to="a.csv")
 
 
 def out_and_back(directory, change=lambda arrays: None, into="other", prepare_into=lambda into: None):
@@ -336,6 +321,13 @@ BACK = {
     "has no 'table.item.value'": lambda directory: out_and_back(
         directory, edited(lambda arrays: arrays.pop("table.item.value"))
     ),
+    "give one of --table NAME, --all and --back FILE": lambda directory: exported(directory),
+    "--ids are rows of one table": lambda directory: exported(directory, all=True, ids=(1,)),
+    "must end in .npz": lambda directory: exported(directory, table="item", to="a.csv"),
+    "is whole and of a later step than 1": lambda directory: out_and_back(
+        directory, prepare_into=lambda into: saved(into, 2)
+    ),
+    "step_00000001 exists already": lambda directory: out_and_back(directory, into="images"),
 }
 refused(BACK)
 
@@ -361,13 +353,3 @@ def _(directory):
         write_image(into / "step_00000000", snapshot(state, run="other"))
 
     out_and_back(directory, prepare_into=another)
-
-
-@situation("an image after a later one", ValueError, "is whole and of a later step than 1")
-def _(directory):
-    out_and_back(directory, prepare_into=lambda into: saved(into, 2))
-
-
-@situation("an image where it came from", ValueError, "step_00000001 exists already")
-def _(directory):
-    out_and_back(directory, into="images")

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fleets import Fleet, remote
-from in_process import InProcess
+from fleets import Fleet, InProcess, remote
 
 import jaxrec
 from abuse import refused, situation
@@ -42,6 +41,16 @@ SERVERS = {
     "server 0 .* made for another row optimizer": lambda _: over(server(range(4), rows=sgd(0.1))),
     r"none holds \[\], and several hold .* \{2: \[0, 1\]\}": lambda _: over(server([0, 2]), server([1, 2, 3])),
     r"the 2 servers must hold each .* none holds \[3\]": lambda _: over(server([0, 2]), server([1])),
+    "tries=0 must be a whole number from 1": lambda _: over(server(range(4)), tries=0),
+    "verb='_write' must be one of": lambda _: ShardServer(SPEC, SPEC.layout(ROWS), range(4)).answer(
+        "_write", Sender("run", 1, 1)
+    ),
+    r"the successor has the shards \[0\], but the servers have": lambda _: lost_one().tables.replace(
+        server([0], incarnation=2)
+    ),
+    "the successor was made for another spec": lambda _: lost_one().tables.replace(
+        server([0, 2], OTHER, incarnation=2)
+    ),
 }
 refused(SERVERS)
 
@@ -51,11 +60,6 @@ for seconds in (0, float("inf"), None):
     @situation(f"timeout_s={seconds!r}", ValueError, "timeout_s=.* must be a number of seconds above 0 and finite")
     def _(directory, seconds=seconds):
         over(server(range(4)), timeout_s=seconds)
-
-
-@situation("tries=0", ValueError, "tries=0 must be a whole number from 1")
-def _(directory):
-    over(server(range(4)), tries=0)
 
 
 @situation("a server that is dead from the beginning", ServerGone, "server 1.* is gone")
@@ -96,11 +100,6 @@ def _(directory):
     alone = ShardServer(SPEC, SPEC.layout(ROWS), range(4))
     alone.answer("hello", Sender("run", 1, 1), "mine")
     alone.answer("put", Sender("run", 1, 1), [1], {})
-
-
-@situation("an unknown verb", ValueError, "verb='_write' must be one of")
-def _(directory):
-    ShardServer(SPEC, SPEC.layout(ROWS), range(4)).answer("_write", Sender("run", 1, 1))
 
 
 @situation("use after close", ValueError, "these tables are closed: make others over the servers")
@@ -160,16 +159,6 @@ def lost_one():
 def _(directory):
     fleet = lost_one()
     fleet.tables.replace(fleet.start(0, 1))
-
-
-@situation("a successor of other shards", ValueError, r"the successor has the shards \[0\], but the servers have")
-def _(directory):
-    lost_one().tables.replace(server([0], incarnation=2))
-
-
-@situation("a successor of another spec", ValueError, "the successor was made for another spec")
-def _(directory):
-    lost_one().tables.replace(server([0, 2], OTHER, incarnation=2))
 
 
 @situation("a successor that is dead, too", ServerGone, "the successor is gone")

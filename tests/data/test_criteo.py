@@ -1,11 +1,17 @@
-"""Preparation of Criteo files: values are kept, bad input is reported, a kill leaves no partial files."""
+"""Criteo's files: what goes in comes out, bad rows are named, changed files refused, stopped preparations go on."""
 
 import gzip
 import hashlib
+import itertools
+import json
 import multiprocessing
+import os
 import re
 import signal
+import subprocess
+import sys
 import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kills import kill_at_call
+from smoke import smoke
 
-from jaxrec.data import sources
-from jaxrec.data.criteo import encode, open_split, preparation, prepare
+from jaxrec.data import preparation, sources
+from jaxrec.data.criteo import encode, open_split, prepare
+from jaxrec.data.criteo import preparation as of_criteo
 from jaxrec.data.criteo.parsing import DENSE, FIELDS, parse
 from jaxrec.data.sources import Chunk, read_chunks
 
@@ -277,7 +285,7 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
     shards = len(list(out.glob("criteo-*")))
     assert shards >= 5
     parsed = []
-    monkeypatch.setattr(preparation, "parse", lambda chunk: parsed.append(chunk) or parse(chunk))
+    monkeypatch.setattr(of_criteo, "parse", lambda chunk: parsed.append(chunk) or parse(chunk))
     with pytest.raises(ValueError, match="line 391"):
         prepare([path], out, **arguments)
     assert parsed[0].first_row > 100
@@ -324,3 +332,415 @@ def test_real_rows(real_data, tmp_path):
     test = read_all(tmp_path / "out", "test")
     assert (test["ids"][:, 21] == 0).mean() > 0.7  # C22 is mostly missing
     assert test["dense"].min() == 0
+
+
+# ---- files that change at any time or are given twice
+
+HASH = {"hash_cap": 7, "split": "random", "train_fraction": 0.5}  # the only kind without a counting pass
+KINDS = [{"min_count": 3}, {"hash_cap": 7}, {"min_count": 3, "split": "random"}, HASH]
+CHANGES = {
+    "edited": lambda text: text[:-300] + text[-300:].replace(b"\t1", b"\t2"),
+    "grown": lambda text: text + "\n".join(lines(9, seed=5)).encode() + b"\n",
+    "cut": lambda text: text[: text[:-1].rfind(b"\n") + 1],
+}
+
+
+def big(path, seed=0):
+    """Write a file of more than a MiB, so that its head and tail do not overlap."""
+    return write(path, [*lines(50, seed), *(lines(50, 1) * 110)])
+
+
+def change(path, how):
+    before = path.read_bytes()
+    path.write_bytes(CHANGES[how](before))
+    assert path.read_bytes() != before
+
+
+def stop_after(calls):
+    """A progress callback that raises KeyboardInterrupt at its calls-th call."""
+
+    def progress(_now):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+@pytest.mark.parametrize("how", sorted(CHANGES))
+def test_a_file_that_was_changed_is_not_taken_as_prepared(tmp_path, how):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    prepare([path], out, hash_cap=7)
+    whole = digests(out)
+    change(path, how)
+    with pytest.raises(ValueError, match="t.txt.*(another directory|delete)"):
+        prepare([path], out, hash_cap=7)
+    assert digests(out) == whole
+
+
+def test_an_edit_with_the_old_time_put_back_is_seen(tmp_path):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    prepare([path], out, hash_cap=7)
+    stat = path.stat()
+    change(path, "edited")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ValueError, match="t.txt"):
+        prepare([path], out, hash_cap=7)
+
+
+@pytest.mark.parametrize("how", sorted(CHANGES))
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_file_that_changes_on_the_way_is_refused(tmp_path, monkeypatch, kind, how):
+    """Change it between the fingerprint and the first pass, after each chunk of each pass, and before the end."""
+    path, begin = big(tmp_path / "t.txt"), preparation.begin_notes
+    text = path.read_bytes()
+    moments = []
+    prepare([path], tmp_path / "whole", **kind, progress=moments.append)
+
+    def begin_and_change(*arguments):
+        state = begin(*arguments)
+        change(path, how)
+        return state
+
+    with monkeypatch.context() as patched:
+        patched.setattr(preparation, "begin_notes", begin_and_change)
+        with pytest.raises(ValueError, match="t.txt"):
+            prepare([path], tmp_path / "first", **kind)
+    for moment in range(len(moments)):
+        path.write_bytes(text)
+        calls = []
+
+        def progress(_now, at=moment, calls=calls):
+            calls.append(1)
+            if len(calls) == at + 1:
+                change(path, how)
+
+        with pytest.raises(ValueError, match="t.txt"):
+            prepare([path], tmp_path / f"at{moment}", **kind, progress=progress)
+
+
+@pytest.mark.parametrize("how", sorted(CHANGES))
+def test_a_file_that_changes_is_not_mixed_into_a_preparation_that_goes_on(tmp_path, how):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], out, **HASH, block_rows=512, blocks_per_shard=2, progress=stop_after(1))
+    shards = digests(out)
+    assert len(shards) >= 2
+    change(path, how)
+    with pytest.raises(ValueError, match="t.txt"):
+        prepare([path], out, **HASH, block_rows=512, blocks_per_shard=2)
+    assert {name: digest for name, digest in digests(out).items() if name in shards} == shards
+
+
+def test_a_vocabulary_of_the_text_before_an_edit_is_made_anew(tmp_path):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        # Stop after counting, before the first chunk of the second pass is written.
+        prepare([path], out, split="random", train_fraction=0.9, progress=stop_after(1))
+    text = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], out, split="random", train_fraction=0.9, progress=stop_after(2), block_rows=10**6)
+    assert (out / "vocabulary.npz").exists() and not digests(out)
+    path.write_bytes(text[:-300_000] + text[-300_000:].replace(b"\t000", b"\t00a"))
+    anew = prepare([path], tmp_path / "anew", split="random", train_fraction=0.9, block_rows=10**6)
+    metadata = prepare([path], out, split="random", train_fraction=0.9, block_rows=10**6)
+    assert metadata == anew and digests(out) == digests(tmp_path / "anew")
+
+
+def test_rows_of_an_edit_that_was_taken_back_are_found(tmp_path, monkeypatch):
+    """Count the text, edit it, write a part, and undo the edit: the rows written match no file."""
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    text = path.read_bytes()
+    monkeypatch.setattr("jaxrec.data.sources.CHUNK_BYTES", 1 << 18)
+    calls, small = [], {"hash_cap": 7, "block_rows": 256, "blocks_per_shard": 1}
+    edited = b"1" + text[1:] if text[:1] == b"0" else b"0" + text[1:]
+
+    def progress(now):
+        calls.extend([1] * (now.stage == "writes"))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    readings, read = itertools.count(), of_criteo.read_chunks
+
+    def edit_after_count(*arguments):
+        if next(readings) == 1:
+            path.write_bytes(edited)
+        return read(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(of_criteo, "read_chunks", edit_after_count)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([path], out, **small, progress=progress)
+    assert digests(out)
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match="t.txt"):
+        prepare([path], out, **small)
+
+
+def bytes_read():
+    """Bytes that this process has read from all files, as counted by the kernel."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_touch_costs_one_reading_and_nothing_else(tmp_path):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    metadata = prepare([path], out, **HASH)
+    written = {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")}
+    os.utime(path)
+    for readings in (1, 0):
+        before = bytes_read()
+        again = prepare([path], out, **HASH)
+        assert readings <= (bytes_read() - before) / path.stat().st_size < readings + 0.9
+        assert again["rows"] == metadata["rows"]
+        assert {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")} == written
+
+
+def test_a_touch_does_not_end_a_preparation_that_goes_on(tmp_path):
+    path, out = big(tmp_path / "t.txt"), tmp_path / "out"
+    small = {**HASH, "block_rows": 512, "blocks_per_shard": 2}
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], out, **small, progress=stop_after(1))
+    shards = {p.name: p.stat().st_mtime_ns for p in out.glob("criteo-*")}
+    assert shards
+    os.utime(path)
+    prepare([path], out, **small)
+    assert {n: (out / n).stat().st_mtime_ns for n in shards} == shards
+    prepare([path], tmp_path / "whole", **small)
+    assert digests(out) == digests(tmp_path / "whole")
+
+
+def test_a_preparation_of_an_earlier_version_stays_readable_and_is_not_gone_on_with(tmp_path):
+    path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
+    metadata = prepare([path], out, **SMALL)
+    rows = read_all(out, "train")
+    old = {key: metadata[key] for key in ("cardinalities", "rows", "label_mean", "skipped_rows", "options")}
+    old["sources"] = [[path.name, path.stat().st_size, zlib.crc32(path.read_bytes())]]
+    (out / "metadata.json").write_text(json.dumps(old))
+    np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
+    with pytest.raises(ValueError, match="other sources.*another directory"):
+        prepare([path], out, **SMALL)
+    np.testing.assert_array_equal(read_all(out, "train")["ids"], rows["ids"])
+
+
+def again(path, how, directory):
+    """Give the same rows under another path or in another form."""
+    if how == "the same name":
+        return path
+    if how == "through a link":
+        (directory / "link.txt").symlink_to(path)
+        return directory / "link.txt"
+    if how == "a hard link":
+        os.link(path, directory / "hard.txt")
+        return directory / "hard.txt"
+    if how == "a copy under another name":
+        return directory / write(directory / "copy.txt", path.read_text().split("\n")[:-1])
+    compressed = directory / "day_1.gz"
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    return compressed
+
+
+WAYS = ["the same name", "through a link", "a hard link", "a copy under another name", "compressed"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_same_rows_twice_are_refused(tmp_path, how, kind):
+    path = write(tmp_path / "t.txt", lines(100))
+    other = write(tmp_path / "other.txt", lines(100, seed=3))
+    twice = [path, other, again(path, how, tmp_path)]
+    with pytest.raises(ValueError, match="t.txt and .* the same rows"):
+        prepare(twice, tmp_path / "out", **kind, **SMALL)
+    assert not (tmp_path / "out" / "dataset_info.json").exists()
+
+
+def test_files_that_only_begin_alike_are_two(tmp_path):
+    path = big(tmp_path / "a.txt")
+    text = path.read_bytes()
+    (tmp_path / "b.txt").write_bytes(CHANGES["edited"](text))
+    assert sum(prepare([path, tmp_path / "b.txt"], tmp_path / "out", hash_cap=7)["rows"].values()) == 2 * 5550
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "bad", "match"),
+    [
+        ({"train_fraction": 0.001}, 20, [], "train split .*no rows.*train_fraction"),
+        ({}, 1, [], "train split .*no rows"),
+        ({"train_fraction": 1 - 1e-9, "split": "random"}, 20, [], "test split .*no rows.*train_fraction"),
+        ({"train_fraction": 0.9}, 20, [18, 19], "test split .*no rows"),
+        ({"train_fraction": 0.1, "hash_cap": 5}, 20, [0, 1], "train split .*no rows"),
+    ],
+)
+def test_both_splits_have_rows(tmp_path, kind, rows, bad, match):
+    text = lines(rows)
+    for row in bad:
+        text[row] = "nonsense"
+    path = write(tmp_path / "t.txt", text)
+    with pytest.raises(ValueError, match=match):
+        prepare([path], tmp_path / "out", **kind, max_bad_rows=len(bad), **SMALL)
+    assert not (tmp_path / "out" / "dataset_info.json").exists()
+
+
+# ---- prepare.py as a user sees it: every failure is one line and an exit code, and nothing is lost
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "experiments" / "prepare.py"
+FLAGS = ["--hash-cap", "100"]
+TMPFS = 'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"'
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def one_line(text):
+    assert text.count("\n") == 1, text
+    return text
+
+
+def larger(path):
+    return write(path, lines(300) * 60)
+
+
+def stopped_in_the_second_chunk(path, out, number):
+    """Run prepare.py with chunks of 64 KiB, and send it a signal after its first shard; return code and stderr."""
+    code = f"""
+import runpy, sys
+import jaxrec.data.criteo, jaxrec.data.preparation as preparation, jaxrec.data.sources as sources
+sources.CHUNK_BYTES = 1 << 16
+write = preparation.write_blocks
+def told(*arguments):
+    size = write(*arguments)
+    print("shard", flush=True)
+    sys.stdin.readline()  # the signal comes while this waits
+    return size
+preparation.write_blocks = told
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+defaults = jaxrec.data.criteo.prepare.__kwdefaults__
+defaults["block_rows"], defaults["blocks_per_shard"] = 100, 2
+sys.argv = ["prepare.py", "--sources", {str(path)!r}, "--directory", {str(out)!r}, *{FLAGS}]
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "shard\n"
+    child.send_signal(number)
+    _, error = child.communicate(timeout=120)
+    return child.returncode, error
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.gate), (signal.SIGTERM, 143)]
+)
+def test_a_signal_ends_in_a_line_and_the_same_call_goes_on(tmp_path, number, code):
+    path, out = larger(tmp_path / "t.txt"), tmp_path / "out"
+    returned, error = stopped_in_the_second_chunk(path, out, number)
+    assert returned == code
+    assert one_line(error) == f"stopped by {signal.Signals(number).name}: the same command goes on where it was.\n"
+    small = {"hash_cap": 100, "block_rows": 100, "blocks_per_shard": 2}
+    prepare([path], out, **small)
+    prepare([path], tmp_path / "undisturbed", **small)
+    assert digests(out) == digests(tmp_path / "undisturbed")
+
+
+@pytest.mark.process
+def test_a_signal_before_the_work_ends_in_a_line(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-X", "importtime", SCRIPT, "--sources", "none.txt", "--directory", tmp_path / "out"],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in child.stderr:
+        if line.rstrip().endswith("numpy.version"):  # an early line of -X importtime
+            child.send_signal(signal.SIGINT)
+            break
+    said = [line for line in child.stderr if not line.startswith("import time")]
+    assert child.wait(timeout=120) == 130
+    assert said == ["stopped by SIGINT: the same command goes on where it was.\n"]
+
+
+def may_mount():
+    try:
+        return subprocess.run(["unshare", "-Urm", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("full_at", ["the first shard", "the vocabulary", "the metadata"])
+def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
+    """The disk is a tmpfs of limited size, in pages of 4 KiB."""
+    if not may_mount():
+        pytest.skip("a disk of its own needs `unshare -Urm`, which is not allowed here")
+    path, disk = larger(tmp_path / "t.txt"), tmp_path / "disk"
+    disk.mkdir()
+    prepare([path], tmp_path / "whole", min_count=1)
+    shards = sum(file.stat().st_size for file in (tmp_path / "whole").glob("criteo-*"))
+    vocabulary = -(-(tmp_path / "whole" / "vocabulary.npz").stat().st_size // 4096) * 4096
+    size = {"the vocabulary": 8 << 10, "the first shard": 200 << 10, "the metadata": shards + vocabulary + (12 << 10)}
+    out = disk / "out"
+    command = [sys.executable, SCRIPT, "--sources", path, "--directory", out, "--min-count", "1"]
+    # List the files left on the full disk, then check that the same command resumes once there is space.
+    inside = (
+        f'"$@"; echo "code $?" >&2; ls {out}; mount -o remount,size=50m {disk}; "$@" > /dev/null; echo "then $?" >&2'
+    )
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", TMPFS, str(size[full_at]), disk, "sh", "-c", inside, "sh", *command],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    *said, code, then = done.stderr.splitlines()
+    assert (code, then) == ("code 1", "then 0"), done.stderr
+    assert len(said) == 1 and "No space left on device" in said[0] and "free some space" in said[0]
+    left = done.stdout.split()
+    assert not any(name.endswith(".partial") for name in left) and "dataset_info.json" not in left
+    assert ("vocabulary.npz" in left) == (full_at != "the vocabulary")
+    assert ("criteo-test.array_record-00000" in left) == (full_at == "the metadata")
+
+
+@pytest.mark.process
+def test_missing_rights_end_in_a_line(tmp_path):
+    home = {**os.environ, "HOME": str(tmp_path)}  # numba's cache if it cannot write beside the source
+    path = write(tmp_path / "t.txt", lines(10))
+    (tmp_path / "closed").mkdir(mode=0o500)
+    for parent in [tmp_path, *tmp_path.parents][:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    tmp_path.chmod(0o777)
+    if os.geteuid() == 0:
+        rights = ["setpriv", "--reuid=65534", "--clear-groups", "--inh-caps=-all"]
+        if subprocess.run(
+            [*rights, sys.executable, "-c", "import tyro, jaxrec"], capture_output=True, env=home
+        ).returncode:
+            pytest.skip("the user 65534 may not run this Python")
+    else:
+        rights = []
+
+    def said(*arguments):
+        command = [*rights, sys.executable, SCRIPT, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=home)
+        assert done.returncode == 1
+        return one_line(done.stderr)
+
+    line = said("--sources", path, "--directory", tmp_path / "closed" / "out")
+    assert "closed/out: Permission denied" in line and "rights" in line
+    path.chmod(0o000)
+    line = said("--sources", path, "--directory", tmp_path / "out")
+    assert "t.txt: Permission denied" in line and "rights" in line
+
+
+@pytest.mark.process
+def test_a_good_run_prints_its_figures(tmp_path):
+    done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
+    assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_what_preparing_takes_is_measured_of_each_format(tmp_path):
+    found = smoke(tmp_path, "preparation_rate")
+    for name in ("criteo", "csv", "parquet"):
+        assert found[f"{name}_rows_per_s"] > 0 and 0.05 < found[f"{name}_peak_gb"] < 8
+        assert found[f"{name}_loader_examples_per_s"] > found[f"{name}_rows_per_s"]
+        assert not (tmp_path / name).exists()
