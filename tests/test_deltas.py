@@ -170,15 +170,18 @@ def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most
 
 @pytest.mark.parametrize("base", [True, False])
 @pytest.mark.parametrize("written", [False, True], ids=["a successor's initial rows", "rows that were written"])
-@pytest.mark.parametrize("group_bytes", [1, 1 << 26])
+@pytest.mark.parametrize("shards_at_once", [1, 2, 8])
 def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_were(
-    tmp_path, base, written, group_bytes, monkeypatch
+    tmp_path, base, written, shards_at_once, monkeypatch
 ):
-    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "_GROUP_BYTES", group_bytes)  # shadowed by a function
     run = Saved(tmp_path, base=base)
     for step in (1, 2):
         run.save(step)
     tables = remote(run.spec, ROWS, 2)
+    floats = {name: sum(part.width for part in parts.values()) for name, parts in tables.layout.items()}
+    shard_bytes = sum(4 * floats[name] * stack.rows_per_shard for name, stack in run.spec.stacks.items())
+    module = sys.modules["jaxrec.checkpoint.restore"]  # shadowed by a function
+    monkeypatch.setattr(module, "_GROUP_BYTES", shards_at_once * shard_bytes)
     if written:
         other = random_tables("host", run.spec, 7)
         for name in run.spec.stacks:
