@@ -152,7 +152,7 @@ def _(directory):
 # ---- meshes
 
 
-@situation("130 examples on 4 devices", ValueError, "shard.*4.*130")
+@situation("130 examples on 4 devices", ValueError, "[Ss]hard.*4.*130")
 def _(directory):
     step, mesh = train_step(devices=4), jaxrec.make_mesh(devices=jax.devices()[:4])
     train(pair_batch(130), state=state_of("device", mesh=mesh), step=step)
