@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import cluster_failures
@@ -46,9 +45,9 @@ text-align:left;vertical-align:top}th{background:#eee}code,h3{overflow-wrap:anyw
 # How the picture of a results file is drawn: (its content, empty directory).
 PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     "oac_throughput": lambda found, to: oac_throughput.draw_ratios(to / "over_sync.png", found["results"]),
-    "shadowsync_quality_criteo": lambda found, to: shadowsync_quality.draw(_run(to), found["results"]),
-    "shadowsync_scaling_processes": lambda found, to: shadowsync_scaling.draw_measured(_run(to), found["results"]),
-    "shadowsync_isolation": lambda found, to: shadowsync_isolation.draw(_run(to), found["results"]),
+    "shadowsync_quality_criteo": lambda found, to: shadowsync_quality.draw(to, found["results"]),
+    "shadowsync_scaling_processes": lambda found, to: shadowsync_scaling.draw_measured(to, found["results"]),
+    "shadowsync_isolation": lambda found, to: shadowsync_isolation.draw(to, found["results"]),
     "cpr_overhead_criteo": lambda found, to: cpr_overhead.draw_accuracy(
         to / "accuracy.png", found["results"], found["config"]["failures"]
     ),
@@ -245,10 +244,6 @@ def draw(run: Run, target: Path) -> None:
         said.add_text("Source", digest(run))
         with atomic_write(target) as partial:
             Image.open(drawn).save(partial, format="png", pnginfo=said, optimize=True)
-
-
-def _run(directory: Path) -> Any:
-    return SimpleNamespace(directory=directory)
 
 
 if __name__ == "__main__":

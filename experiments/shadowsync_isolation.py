@@ -16,6 +16,7 @@ no round was merged, as in most runs of the blocked shadow. The pace and the gap
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -101,13 +102,13 @@ def finding(results: Mapping[str, Any]) -> str:
     )
 
 
-def draw(run: Run, results: Mapping[str, Any]) -> None:
+def draw(directory: Path, results: Mapping[str, Any]) -> None:
     """Plot rate and sync gap of each arm."""
     words = lambda way: way.replace("_", " ")
     rate, gap = "step rate over that without sync", "average sync gap, steps"
     gaps = {words(way): results[f"average_sync_gap_{way}"] for way in rates_of(results)}
     panels = {rate: {"": {words(way): each for way, each in rates_of(results).items()}}, gap: {"": gaps}}
-    bars(run.directory / "rates_and_gaps.png", panels, finding(results), {rate: {"no sync": 1.0}})
+    bars(directory / "rates_and_gaps.png", panels, finding(results), {rate: {"no sync": 1.0}})
 
 
 def main(config: Config) -> dict:
@@ -116,7 +117,7 @@ def main(config: Config) -> dict:
     if config.preset == "smoke":
         config = dataclasses.replace(config, rows=20_000, batch_size=256)
     results = {"regime": "free-running", "rule": config.rule} | rates_over_none(run_in_turns(config, run))
-    draw(run, results)
+    draw(run.directory, results)
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
     run.close(results, grid(results, "way", synchronisers_of(config), columns))

@@ -336,7 +336,7 @@ def finding(results: Mapping[str, Any]) -> str:
     return f"{n} trainers, {results['seeds']} seeds, test AUC over that of one replica: {', '.join(said)}"
 
 
-def draw(run: Run, results: dict[str, Any]) -> None:
+def draw(directory: Path, results: dict[str, Any]) -> None:
     """Plot the changes of AUC and normalised entropy of all arms; and per rule over several numbers of trainers."""
     auc, entropy = "change of test AUC, 1e-4", "relative change of NE, %"
     found = {auc: changes(results, "auc_change"), entropy: changes(results, "relative_ne_percent")}
@@ -349,7 +349,7 @@ def draw(run: Run, results: dict[str, Any]) -> None:
         label = "test AUC minus that of the best foreground of the rule, 1e-4"
         panels[label] = {"": {arm: scaled(each, 1e4) for arm, each in over[most].items()}}
         levels[label] = {"margin": -1e4 * MARGIN}
-    bars(run.directory / "quality.png", panels, title, levels)
+    bars(directory / "quality.png", panels, title, levels)
     if len(found[auc]) > 1:
         lines: dict[str, dict[str, tuple]] = {}
         for rule in FORMS:
@@ -357,7 +357,7 @@ def draw(run: Run, results: dict[str, Any]) -> None:
             arms = [arm for arm in found[auc][most] if of_rule(arm)]
             lines[f"{rule}: {auc}"] = {arm: curve(found[auc], arm) for arm in arms}
         levels = {label: {"one replica": 0.0} for label in lines}
-        plot(run.directory / "quality_over_trainers.png", lines, "trainers", title, True, levels=levels)
+        plot(directory / "quality_over_trainers.png", lines, "trainers", title, True, levels=levels)
 
 
 def curve(found: Mapping[int, Mapping[str, Any]], arm: str) -> tuple[list, list]:
@@ -428,7 +428,7 @@ def main(config: Config) -> dict:
         for key in tqdm(todo, unit="arm", disable=None):
             run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
     results = results_of_arms(run.metrics())
-    draw(run, results)
+    draw(run.directory, results)
     run.close(results, table(results))
     return results
 

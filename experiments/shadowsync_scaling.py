@@ -43,6 +43,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -239,12 +240,12 @@ def draw(run: Run, results: dict[str, Any], kind: str, rows: dict[Point, dict]) 
     plot(run.directory / f"{kind}.png", panels, "trainers", finding(results, kind), log_x=True, log_y=True)
 
 
-def draw_measured(run: Run, results: dict[str, Any]) -> None:
+def draw_measured(directory: Path, results: dict[str, Any]) -> None:
     """Plot the efficiency of each arm."""
     label = "measured rate, over so many times that of one trainer"
     series = {f"{n} trainers": ways for n, ways in efficiencies(results).items()}
     if series:
-        bars(run.directory / "measured.png", {label: series}, finding_measured(results), {label: {"no cost": 1.0}})
+        bars(directory / "measured.png", {label: series}, finding_measured(results), {label: {"no cost": 1.0}})
 
 
 def table(results: Mapping[str, Any], points: Iterable[Point]) -> str:
@@ -275,7 +276,7 @@ def main(config: Config) -> dict:
     if processes:
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
         results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
-        draw_measured(run, results)
+        draw_measured(run.directory, results)
         run.close(results)
         return results
     results |= measured(config, run)
@@ -294,7 +295,7 @@ def main(config: Config) -> dict:
         results[f"simulated_over_emulated_sleep{name}_error_max"] = largest_error(emulated, simulated, figure)
     for kind, rows in (("emulated_sleep", emulated), ("simulated", simulated)):
         draw(run, results, kind, rows)
-    draw_measured(run, results)
+    draw_measured(run.directory, results)
     run.close(results, table(results, common + more))
     return results
 

@@ -373,7 +373,7 @@ def draw_scaling(run):
     for kind in ("emulated_sleep", "simulated"):
         rows, results = of_scaling(kind)
         shadowsync_scaling.draw(run, results, kind, rows)
-    shadowsync_scaling.draw_measured(run, MEASURED)
+    shadowsync_scaling.draw_measured(run.directory, MEASURED)
 
 
 def draw_cluster(run):
@@ -390,10 +390,10 @@ def draw_swept_throughput(run):
 
 ALL_LINKS = ("balanced_link", "link_link", "compute_link", "no_link")
 PICTURES = {
-    "isolation": (lambda run: shadowsync_isolation.draw(run, of_isolation()), 1),
-    "quality": (lambda run: shadowsync_quality.draw(run, of_quality(8)), 1),
-    "quality, one seed": (lambda run: shadowsync_quality.draw(run, of_quality(20)), 1),
-    "quality over trainers": (lambda run: shadowsync_quality.draw(run, of_quality(1, 5, 10, 15, 20)), 2),
+    "isolation": (lambda run: shadowsync_isolation.draw(run.directory, of_isolation()), 1),
+    "quality": (lambda run: shadowsync_quality.draw(run.directory, of_quality(8)), 1),
+    "quality, one seed": (lambda run: shadowsync_quality.draw(run.directory, of_quality(20)), 1),
+    "quality over trainers": (lambda run: shadowsync_quality.draw(run.directory, of_quality(1, 5, 10, 15, 20)), 2),
     "scaling": (draw_scaling, 3),
     "modes": (lambda run: oac_throughput.draw(run, *reversed(of_modes(*ALL_LINKS))), 2),
     "modes, servers": (lambda run: oac_throughput.draw(run, *reversed(of_modes("remote"))), 1),
