@@ -24,13 +24,14 @@ common there is little to save, yet the lists are still sent.
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from main.cli import Flags, Run, command_line, grid, plot
 from studies.oac_turns import PipelineWay, compare, compiled, turns_of
-from studies.oac_work import EmulatedLink, Work, bytes_a_batch
+from studies.oac_work import EmulatedLink, Work, bytes_a_batch, bytes_per_s, compute_ms
 from studies.reference import Job
 from studies.turns import in_turns
 
@@ -125,10 +126,15 @@ def count_bytes(work: Work, number: int, window: int) -> tuple[dict[str, float],
     return results | {"link_bytes_saved_percent": 100 * (1 - with_savings / without)}, moved["oac"]
 
 
-def speeds(work: Work, window: int, link: EmulatedLink, rounds: int, counted: int, words: str) -> dict[str, Any]:
-    """Rates of the modes over one link, interleaved, and their ratios."""
+def speeds(work: Work, window: int, link: EmulatedLink, size: dict, rounds: int, counted: int, words: str) -> dict:
+    """Rates of the modes over a link slower than the compute of each round, interleaved, and their ratios."""
+
+    def calibrate():
+        link.bytes_per_s = bytes_per_s("link", compute_ms(work.stages_ms(12)), size)
+
     ways, options = [PipelineWay(mode) for mode in MODES], {"window": window, "send": link.send, "fetch": link.fetch}
-    times = in_turns(turns_of(compiled(work, ways, **options), work.batches, counted), rounds, words)
+    turns = turns_of(compiled(work, ways, **options), work.batches, counted)
+    times = in_turns(turns, rounds, words, calibrate)
     return compare(times, ways, work.job.batch_size)
 
 
@@ -138,15 +144,13 @@ def measure(run: Run, config: Config, exponent: float, rounds: int, counted: int
     number = {window: max(least, 8 * window) for window in config.windows}
     work = Work(job, max(*number.values(), max(config.windows) + 3 + counted), max(config.windows))
     work.stages_ms(4)  # compiles
-    stages = work.stages_ms(12)
-    compute_s = 1e-3 * sum(stages[name] for name in ("replay", "update", "append"))
     results: dict[str, Any] = {}
     for window in config.windows:
         found, whole = count_bytes(work, number[window], window)
         found |= count_rows(work, number[window], window)
         if rounds:
-            link = EmulatedLink(max(whole.values()) / (1.5 * compute_s), config.latency_ms / 1e3)
-            found |= speeds(work, window, link, rounds, counted, f"exponent {exponent:g}, window {window}")
+            link = EmulatedLink(math.inf, config.latency_ms / 1e3)
+            found |= speeds(work, window, link, whole, rounds, counted, f"exponent {exponent:g}, window {window}")
         run.log({"exponent": exponent, "window": window} | found)
         results |= {f"{key}_{point(exponent, window)}": value for key, value in found.items()}
     return results

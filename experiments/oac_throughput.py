@@ -10,10 +10,10 @@
 
 The workload is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is
 no link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to
-the pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Regimes are set from
-the measured compute time of a batch: `balanced` - both directions together take as long as the compute; `link` - the
-slower direction alone takes 1.5 times as long; `compute` - both together take a quarter; `none` - no link. A sweep
-measures the balanced one.
+the pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Its bandwidth is set
+at the start of each round from the compute time of a batch, measured then: `balanced` - both directions together take
+as long as the compute; `link` - the slower direction alone takes 1.5 times as long; `compute` - both together take a
+quarter; `none` - no link. A sweep measures the balanced one.
 
 All modes run in 24 interleaved rounds of about a second per mode; a ratio is of the two rates within a round. Figures
 are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), minimum and maximum. Rates are of the
@@ -23,7 +23,7 @@ where `oac` plans them on the host. The variant that moves the fewest rows (`oac
 `link` only.
 
 `pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
-batches; the time of the link is computed from the bytes at calibration, so values slightly above 1 are possible.
+batches; the time of the link is computed from the bytes of a batch, so values slightly above 1 are possible.
 `replay_share_of_step` is the time of replay and append over that of the whole commit. oac_link.py measures the traffic
 saved by the variants that move fewer rows.
 
@@ -39,6 +39,7 @@ trainer share all cores, waiting for a message costs nothing that OAC could save
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -50,7 +51,7 @@ from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray, 
 from main.report import Figure, figures, number, said
 from main.run_dir import cores
 from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
-from studies.oac_work import EmulatedLink, Work, bytes_a_batch
+from studies.oac_work import LINKS, EmulatedLink, Work, bytes_a_batch, bytes_per_s, compute_ms
 from studies.reference import Job, ratio
 from studies.turns import in_turns
 
@@ -91,23 +92,6 @@ class Config(Flags):
     """Cores of this machine for the servers alone, as on a machine of their own; by default they share all cores."""
 
 
-def links(config: Config, stages: dict[str, float], size: dict[str, float]) -> dict[str, EmulatedLink | None]:
-    """Links of the regimes, {regime: link}; `size` holds the bytes that `oac` moves per batch."""
-    if config.link == "none":
-        return {"none": None}
-    compute_s = 1e-3 * (stages["replay"] + stages["update"] + stages["append"])
-    both, larger, latency = sum(size.values()), max(size.values()), config.latency_ms / 1e3
-    balanced = EmulatedLink(both / compute_s, latency)
-    if config.sweep != "none":
-        return {"balanced": balanced}
-    return {
-        "balanced": balanced,
-        "link": EmulatedLink(larger / (1.5 * compute_s), latency),
-        "compute": EmulatedLink(both / (0.25 * compute_s), latency),
-        "none": None,
-    }
-
-
 def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """Modes compared in a regime."""
     if config.sweep == "window":
@@ -116,32 +100,25 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     return [PipelineWay(mode) for mode in (*BASIC, *more)]
 
 
-def stages_ms(work: Work, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of each stage of a batch alone, by its own workers."""
-    stages = work.stages_ms(6)
-    commit = stages["replay"] + stages["update"] + stages["append"]
-    found = {name: stages[name] for name in ("plan", "gather", "write_back")} | {"commit": commit}
+def stages_ms(work: Work, regime: str, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of each stage of a batch alone, by its own workers, after setting the bandwidth of the link."""
+    stages = work.stages_ms(12)
+    found = {name: stages[name] for name in ("plan", "gather", "write_back")} | {"commit": compute_ms(stages)}
     if link:
+        link.bytes_per_s = bytes_per_s(regime, found["commit"], size)
         found |= {way: 1e3 * (size[way] / link.bytes_per_s + link.latency_s) for way in ("send", "fetch")}
     return found
 
 
-def measure_ways(
-    work: Work,
-    regime: str,
-    link: EmulatedLink | None,
-    size: dict[str, float],
-    config: Config,
-    rounds: int,
-    counted: int,
-) -> dict:
-    """Rates, ratios and stage times of all ways over one link; `size` holds the bytes that `oac` moves per batch."""
-    ways = ways_of(config, regime)
-    options: dict[str, Any] = {"send": link.send, "fetch": link.fetch} if link else {}
-    pipelines = compiled(work, ways, **options)
-    turns = turns_of(pipelines, work.batches, counted) | {"stages": lambda: stages_ms(work, link, size)}
-    times = in_turns(turns, rounds, regime)
-    stages = times.pop("stages")
+def measure_ways(work: Work, regime: str, size: dict[str, float], config: Config, rounds: int, counted: int) -> dict:
+    """Rates, ratios and stage times of all ways in a regime; `size` holds the bytes that `oac` moves per batch."""
+    link = None if regime == "none" else EmulatedLink(math.inf, config.latency_ms / 1e3)
+    ways, stages = ways_of(config, regime), []
+    pipelines = compiled(work, ways, **({"send": link.send, "fetch": link.fetch} if link else {}))
+    times = in_turns(
+        turns_of(pipelines, work.batches, counted), rounds, regime,
+        prepare=lambda: stages.append(stages_ms(work, regime, link, size)),
+    )  # fmt: skip
     alone = {name: np.array([stage[name] for stage in stages]) for name in stages[0]}
     results: dict[str, Any] = {"emulated_link": link is not None, "rounds": rounds, "counted_batches": counted}
     results |= compare(times, ways, work.job.batch_size)
@@ -188,13 +165,13 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
     work = Work(job, max(config.window, *WINDOWS) + 3 + counted, config.window)
     work.stages_ms(4)  # compiles
     stages, size = work.stages_ms(12), bytes_a_batch(work, "oac", len(work.batches))
-    commit = stages["replay"] + stages["update"] + stages["append"]
     results: dict[str, Any] = {f"{name}_alone_ms{words}": value for name, value in stages.items()}
-    results[f"replay_share_of_step{words}"] = (stages["replay"] + stages["append"]) / commit
+    results[f"replay_share_of_step{words}"] = (stages["replay"] + stages["append"]) / compute_ms(stages)
     ways = {}
-    for regime, link in links(config, stages, size).items():
-        label = ("no_link" if link is None else f"{regime}_link") + words
-        found = measure_ways(work, regime, link, size, config, rounds, counted)
+    emulated = ["balanced"] if config.sweep != "none" else [*LINKS, "none"]
+    for regime in ["none"] if config.link == "none" else emulated:
+        label = ("no_link" if regime == "none" else f"{regime}_link") + words
+        found = measure_ways(work, regime, size, config, rounds, counted)
         run.log({"regime": label} | found)
         results |= {f"{key}_{label}": value for key, value in found.items()}
         ways[label] = ways_of(config, regime)

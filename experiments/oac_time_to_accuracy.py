@@ -22,9 +22,11 @@ timing.
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -109,19 +111,25 @@ class SkewJob:
         """Data of a seed."""
         return SyntheticClicks(CARDINALITIES, exponent=exponent, seed=self.config.seed + seed)
 
-    def link(self) -> EmulatedLink:
-        """A link on which sending a batch takes as long as its update."""
-        state, times = self.fresh_state(0), []
+    def calibration(self) -> Callable[[EmulatedLink], None]:
+        """Return a function that gives a link the bandwidth at which sending a batch takes as long as its update."""
+        state = self.fresh_state(0)
         update, dense = jax.jit(self.update, donate_argnums=0), state.dense
         batch = next(iter(self.clicks(1.05, 0).stream(self.config.batch_size, batches=1)))
         plans = plan(self.spec, batch.ids)
         rows = state.tables.read(plans)
-        for _ in range(30):
-            start = time.perf_counter()
-            dense, _, _ = jax.block_until_ready(update(dense, rows, plans, batch))
-            times.append(time.perf_counter() - start)
         sent = rows, [p.inverse for p in plans.values()], batch._replace(ids={})  # the loss does not read ids
-        return EmulatedLink(nbytes(sent) / float(np.median(times[5:])), 5e-5)
+
+        def calibrate(link: EmulatedLink) -> None:
+            nonlocal dense
+            times = []
+            for _ in range(30):
+                start = time.perf_counter()
+                dense, _, _ = jax.block_until_ready(update(dense, rows, plans, batch))
+                times.append(time.perf_counter() - start)
+            link.bytes_per_s = nbytes(sent) / float(np.median(times[5:]))
+
+        return calibrate
 
     def pipeline(self, arm: Arm, seed: int, link: EmulatedLink | None) -> Pipeline:
         """A pipeline with its own tables and dense state."""
@@ -147,14 +155,17 @@ class SkewJob:
                     break
         return rows
 
-    def step_seconds(self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int) -> dict[str, list[float]]:
-        """Step time in seconds of each arm, one per round, interleaved over the link."""
+    def step_seconds(
+        self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int, calibrate: Callable[[EmulatedLink], None]
+    ) -> dict[str, list[float]]:
+        """Step time in seconds of each arm, one per round, interleaved over the link, which each round calibrates."""
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
         for pipeline in pipelines.values():
             turn(pipeline, batches, pipeline.window + 2)  # compiles
-        return in_turns(turns_of(pipelines, batches, counted), rounds, "step times in turns")
+        turns = turns_of(pipelines, batches, counted)
+        return in_turns(turns, rounds, "step times in turns", functools.partial(calibrate, link))
 
 
 def arms(config: Config) -> list[Arm]:
@@ -292,10 +303,11 @@ def main(config: Config) -> dict:
     rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
     job, every_arm = SkewJob(config, steps, every_steps), arms(config)
     exponent = max(arm.exponent for arm in every_arm)
-    link = job.link()
+    link, calibrate = EmulatedLink(math.inf, 5e-5), job.calibration()
+    calibrate(link)
     if not any("step_s" in row for row in run.metrics()):
         compared = [arm for arm in every_arm if arm.exponent == exponent]
-        run.log({"step_s": job.step_seconds(compared, link, rounds, counted)})
+        run.log({"step_s": job.step_seconds(compared, link, rounds, counted, calibrate)})
     train_all(run, job, every_arm, seeds, link)
     step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
     curves = curves_of(run.metrics())

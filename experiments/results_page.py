@@ -1,6 +1,7 @@
 """Generate docs/results.md and docs/results.html from experiments/results and experiments/claims.json.
 
     python experiments/results_page.py
+    python experiments/results_page.py --add runs/oac_link-1 --to two_cores_cpu/oac_link     first stores a run there
 
 claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, the keys of its figures and its
 picture. Figures are read from experiments/results/MACHINE/NAME.json, with a row for each machine that has the file, and
@@ -8,11 +9,11 @@ pictures are drawn from it. Commands are taken from docs/measured.md, which test
 """
 
 import base64
+import dataclasses
 import hashlib
 import html
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,11 +25,13 @@ import oac_throughput
 import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_scaling
+from main.cli import command_line
 
-from jaxrec.files import atomic_write
+from jaxrec.files import atomic_write, make_directory, write_text
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
+PATHS = ("path", "traces")  # flags that name a place on one machine
 MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
 HEAD = (
     "Every claim of the three abstracts, as far as two CPU cores can tell. Only the abstracts could be read. "
@@ -56,12 +59,13 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
 
 
 class Run(NamedTuple):
-    """A results file: the folder of its machine, its name and content, and the command that produced it."""
+    """A results file: the folder of its machine, its name, content and command, and the file with its seeds' rows."""
 
     machine: str
     name: str
     found: Mapping[str, Any]
     command: str
+    seeds: str = ""
 
     @property
     def file(self) -> str:
@@ -100,13 +104,57 @@ def commands(measured: str) -> dict[str, str]:
     return {file: command for command, file in _RUN.findall(measured)}
 
 
+def add(directory: Path, to: str, root: Path) -> Path:
+    """Store a finished run as experiments/results/MACHINE/NAME.json, and return that path.
+
+    The file holds its flags without paths of this machine, its environment and its results. NAME.jsonl beside it holds
+    the rows of each seed, if the run logged any.
+
+    Args:
+      directory: of the run.
+      to: MACHINE/NAME.
+
+    Raises:
+      ValueError: `to` has another form; the directory holds no finished run.
+    """
+    if not re.fullmatch(r"\w+/\w+", to):
+        raise ValueError(f"--to {to!r} is not MACHINE/NAME, such as two_cores_cpu/oac_link.")
+    if lost := [name for name in ("config", "environment", "results") if not (directory / f"{name}.json").exists()]:
+        raise ValueError(f"{directory} holds no finished run: it lacks {', '.join(f'{name}.json' for name in lost)}.")
+    found = {
+        name: json.loads((directory / f"{name}.json").read_text()) for name in ("config", "environment", "results")
+    }
+    metrics = directory / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    found["config"] = {
+        name: Path(value).name if name in PATHS and value else value
+        for name, value in found["config"].items()
+        if name not in ("experiment", "run")
+    } | {"workdir": None}
+    target = root / "experiments" / "results" / f"{to}.json"
+    make_directory(target.parent)
+    write_text(target, json.dumps(found, indent=2) + "\n")
+    target.with_suffix(".jsonl").unlink(missing_ok=True)  # of an earlier run
+    if rows := [line for line in lines if "seed" in json.loads(line)]:
+        write_text(target.with_suffix(".jsonl"), "".join(rows))
+    return target
+
+
 def runs(root: Path) -> dict[str, list[Run]]:
     """All results files of a checkout: {name: a run for each machine}."""
     ran = commands((root / "docs" / "measured.md").read_text())
     found: dict[str, list[Run]] = {}
     for path in sorted((root / "experiments" / "results").glob("*/*.json")):
         machine, name = path.parent.name, path.stem
-        found.setdefault(name, []).append(Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"]))
+        if f"{machine}/{name}" not in ran:
+            raise ValueError(
+                f"docs/measured.md has no section for {machine}/{name}.json: write one, which begins with "
+                "`python experiments/...` on its date and a link to the file."
+            )
+        rows = path.with_suffix(".jsonl")
+        seeds = f"../{rows.relative_to(root)}" if rows.exists() else ""
+        run = Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"], seeds)
+        found.setdefault(name, []).append(run)
     return found
 
 
@@ -173,7 +221,8 @@ def markdown(papers: list, found: Mapping[str, list[Run]]) -> str:
                 lines += [f"![{words}]({Path(run.file).with_suffix('.png')})", ""]
     lines += ["## Runs", ""]
     for run in shown(papers, found):
-        lines += [f"### {run.heading}", "", f"`{run.command}`", "", f"{run.where}: [{run.name}.json]({run.file})", ""]
+        lines += [f"### {run.heading}", "", f"`{run.command}`", "", f"{run.where}: [{run.name}.json]({run.file})"]
+        lines += ["", f"Each seed: [{run.name}.jsonl]({run.seeds})"] * bool(run.seeds) + [""]
     return "\n".join(lines)
 
 
@@ -198,6 +247,8 @@ def page(papers: list, found: Mapping[str, list[Run]], root: Path) -> str:
     for run in shown(papers, found):
         body.append(f'<h3 id="{run.anchor}">{run.heading}</h3><p><code>{_said(run.command)}</code></p>')
         body.append(f'<p>{_said(run.where)}: <a href="{run.file}">{run.name}.json</a></p>')
+        if run.seeds:
+            body.append(f'<p>Each seed: <a href="{run.seeds}">{run.name}.jsonl</a></p>')
     top = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Results of jaxrec</title>'
     top += f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
     return top + "\n".join(body) + "</html>\n"
@@ -246,15 +297,33 @@ def draw(run: Run, target: Path) -> None:
             Image.open(drawn).save(partial, format="png", pnginfo=said, optimize=True)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit("error: results_page.py takes no flags: it writes docs/results.md and docs/results.html.")
-    for each in (run for name in PICTURES for run in runs(ROOT)[name]):
-        to = (ROOT / "docs" / each.file).with_suffix(".png")
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A run to store first."""
+
+    add: Path | None = None
+    """Directory of the run."""
+    to: str = ""
+    """MACHINE/NAME to store it as; docs/measured.md needs a section for it."""
+
+
+def main(config: Config, root: Path = ROOT) -> dict[str, str]:
+    """Store a run if asked to, draw stale pictures and write both pages; return {name: text} of the pages."""
+    if (config.add is None) != (not config.to):
+        raise ValueError("--add and --to come together: the directory of a run, and MACHINE/NAME to store it as.")
+    if config.add:
+        print(add(config.add, config.to, root).relative_to(root))
+    for each in (run for name in PICTURES for run in runs(root)[name]):
+        to = (root / "docs" / each.file).with_suffix(".png")
         if drawn_from(to) != digest(each):
             draw(each, to)
             print(each.file.removeprefix("../"))
-    for name, text in pages(ROOT).items():
-        with atomic_write(ROOT / "docs" / name) as partial:
-            partial.write_text(text)
+    made = pages(root)
+    for name, text in made.items():
+        write_text(root / "docs" / name, text)
         print(f"docs/{name}")
+    return made
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

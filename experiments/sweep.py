@@ -94,12 +94,15 @@ def trained_arms(
     run: Run, arms: Mapping[Any, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked,
     env: Mapping[str, str] | None = None,
 ) -> dict[Any, list[dict[str, Any]]]:  # fmt: skip
-    """Train arms {name: flags of train.py}; return {arm: results of each seed}. Raises as `trained`."""
+    """Train arms {name: flags of train.py}; return {arm: results of each seed}, each logged. Raises as `trained`."""
     found: dict[Any, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    logged = [(row["arm"], row["seed"]) for row in run.metrics()]
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
         words = ["--preset", preset, "--seed", str(seed), *flags]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
+        if (arm, seed) not in logged:
+            run.log({"arm": arm, "seed": seed} | found[arm][-1])
     return found
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from results_page import KINDS, MET, PICTURES, Run, by_met, digest, drawn_from, pages, row, runs
+from results_page import KINDS, MET, PICTURES, Config, Run, add, by_met, digest, drawn_from, main, pages, row, runs
 
 ROOT = Path(__file__).parent.parent
 PAPERS = json.loads((ROOT / "experiments" / "claims.json").read_text())
@@ -53,6 +53,59 @@ def test_a_second_machine_has_rows_of_its_own(checkout):
     measured.write_text(f"{measured.read_text()}\n{section}\n")
     rows = lambda root: re.findall(r"^\|.*\[oac_link\]\(#(\S+)\) \|$", pages(root)["results.md"], re.M)
     assert rows(ROOT) == [f"oac_link-{path.parent.name}"] and rows(checkout) == ["oac_link-h100", *rows(ROOT)]
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The directory of a run that has ended."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    config = {
+        "seeds": 2,
+        "path": "/home/me/x.prepared",
+        "workdir": "/home/me/runs",
+        "run": "1",
+        "experiment": "oac_link",
+    }
+    for name, content in {"config": config, "environment": FOUND, "results": {"auc": 0.5}}.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    rows = [{"seed": 0, "auc": 0.25}, {"point": 1}, {"seed": 1, "auc": 0.75}]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def test_a_stored_run_has_its_figures_a_row_per_seed_and_no_path_of_the_machine(tmp_path, finished):
+    path = add(finished, "m/a", tmp_path)
+    config = {"seeds": 2, "path": "x.prepared", "workdir": None}
+    assert json.loads(path.read_text()) == {"config": config, "environment": FOUND, "results": {"auc": 0.5}}
+    rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert rows == [{"seed": 0, "auc": 0.25}, {"seed": 1, "auc": 0.75}]
+
+
+def test_what_cannot_be_stored_is_refused_and_a_run_without_a_section_is_named(checkout, finished):
+    for to in ("a", "../m/a", "m/a.json"):
+        with pytest.raises(ValueError, match="is not MACHINE/NAME"):
+            add(finished, to, checkout)
+    with pytest.raises(ValueError, match="come together"):
+        main(Config(add=finished), checkout)
+    with pytest.raises(ValueError, match=r"docs/measured\.md has no section for m/a\.json"):
+        main(Config(add=finished, to="m/a"), checkout)
+    (finished / "results.json").unlink()
+    with pytest.raises(ValueError, match=r"no finished run: it lacks results\.json"):
+        add(finished, "m/b", checkout)
+
+
+def test_the_rows_of_seeds_have_the_mean_of_the_page():
+    (run,) = runs(ROOT)["cpr_overhead_criteo"]
+    rows = [json.loads(line) for line in (ROOT / "docs" / run.seeds).read_text().splitlines()]
+    results = run.found["results"]
+    for scheme in {each["scheme"] for each in rows}:
+        auc = {each["seed"]: each["test_auc"] for each in rows if each["scheme"] == scheme}
+        assert len(auc) == run.found["config"]["seeds"]
+        assert sum(auc.values()) / len(auc) == pytest.approx(
+            results[f"{'' if scheme == 'no_failure' else 'cpr_'}{scheme}_test_auc_mean"], abs=1e-12
+        )
+    assert f"[{run.name}.jsonl]({run.seeds})" in pages(ROOT)["results.md"]
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -121,5 +174,5 @@ def test_the_page_of_html_stands_alone():
     assert sum(link.startswith("data:image/png;base64,") for link in links) == len(list(RESULTS.glob("*/*.png")))
     assert {link[1:] for link in links if link.startswith("#")} == set(anchors) and len(anchors) == len(set(anchors))
     files = {link for link in links if not link.startswith(("data:", "#"))}
-    assert all(re.fullmatch(r"\.\./experiments/results/\w+/\w+\.json", link) for link in files)
+    assert all(re.fullmatch(r"\.\./experiments/results/\w+/\w+\.jsonl?", link) for link in files)
     assert all((ROOT / "docs" / link).exists() for link in files)

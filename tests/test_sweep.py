@@ -66,9 +66,14 @@ def test_a_sweep_trains_compares_and_is_not_trained_again(tmp_path, capsys):
     assert found["row-learning-rate=0.5_mean"] == pytest.approx(of("0.5").mean())
     assert found["row-learning-rate=0.5_minus_first"] == pytest.approx((of("0.5") - of("0.02")).mean())
     assert "minus the first" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {f"{row['arm']}_{row['seed']}": row["test_auc"] for row in rows} == {
+        name: run["test_auc"] for name, run in runs.items()
+    }
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")}
     (tmp_path / "results.json").unlink()
     assert sweep.main(sweep.Config(workdir=tmp_path, resume=True, **FLAGS)) == found
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(rows) == 4
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")} == before
 
 

@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,8 @@ MODES: dict[str, dict[str, Any]] = {
     "oac_device": {"mode": "oac", "validation": "device"},
     "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
 }
+# Emulated links: the bytes of which directions take how many times as long as the compute of a batch.
+LINKS: dict[str, tuple[Callable, float]] = {"balanced": (sum, 1.0), "link": (max, 1.5), "compute": (sum, 0.25)}
 
 
 class Work:
@@ -146,6 +148,25 @@ class EmulatedLink:
         jax.block_until_ready(tree)
         self.pass_time("fetch", tree)
         return jax.tree.map(np.asarray, tree)
+
+
+def compute_ms(stages: Mapping[str, float]) -> float:
+    """Milliseconds that the device computes for a batch, of `Work.stages_ms`."""
+    return stages["replay"] + stages["update"] + stages["append"]
+
+
+def bytes_per_s(regime: str, compute_ms: float, size: Mapping[str, float]) -> float:
+    """Bandwidth of a link of LINKS.
+
+    Args:
+      compute_ms: of a batch.
+      size: bytes of a batch in each direction.
+
+    >>> [bytes_per_s(regime, 10.0, {"send": 3e6, "fetch": 2e6}) for regime in ("balanced", "link")]
+    [500000000.0, 200000000.0]
+    """
+    directions, times = LINKS[regime]
+    return directions(size.values()) / (times * compute_ms / 1e3)
 
 
 def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, float]:
