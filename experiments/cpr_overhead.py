@@ -3,6 +3,7 @@
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
     python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
     python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
+    python experiments/cpr_overhead.py --data criteo --path p0 p1 p2 --seeds 10        each seed has one of 3 test sets
 
 The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two
 failures of one node each at random hours of the job. All prioritised schemes write as many bytes as CPR-vanilla in the
@@ -117,8 +118,8 @@ def main(config: Config) -> dict:
     for seed, scheme in tqdm(arms, unit="arm", disable=None):
         if (scheme or "no_failure", seed) not in done:
             placed = place_failures(config.failures, costs.total_hours, NODES, config.seed + seed)
-            failures = failures_in_steps(placed, job.steps)
-            run.log(job.run(scheme, seed, hours / costs.total_hours * job.steps, failures))
+            steps = job.steps(seed)
+            run.log(job.run(scheme, seed, hours / costs.total_hours * steps, failures_in_steps(placed, steps)))
     results = accuracies(run.metrics())
     draw_accuracy(run.directory / "accuracy.png", results, config.failures)
     run.close(results, table(results))

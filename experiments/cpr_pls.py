@@ -118,7 +118,7 @@ def main(config: Config) -> dict:
     examples, seeds, targets, counts, widths = SIZES[config.preset]
     run = Run("cpr_pls", config, config.workdir, config.resume)
     job = CprJob(config, make_data(config, config.examples or examples))
-    costs, steps = SETTINGS["a"], job.steps
+    costs = SETTINGS["a"]
     runs: list[tuple] = []
     for seed in range(config.seeds or seeds):
         runs.append((None, seed, 0.0, 0, 0))
@@ -130,6 +130,7 @@ def main(config: Config) -> dict:
             continue
         placed = place_failures(failures, costs.total_hours, NODES, config.seed + seed, max(1, width))
         every = min(schedule.partial_interval(costs, target), costs.total_hours) if scheme else costs.total_hours
+        steps = job.steps(seed)
         row = job.run(scheme, seed, every / costs.total_hours * steps, failures_in_steps(placed, steps))
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()

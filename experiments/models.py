@@ -32,8 +32,8 @@ class Config(Flags):
     models: tuple[Model, ...] = (*SHALLOW, *DEEP)
     seeds: int = 3
     data: Literal["synthetic", "criteo"] = "synthetic"
-    path: Path | None = None
-    """A prepared directory, for --data criteo."""
+    path: tuple[Path, ...] | None = None
+    """Prepared directories, for --data criteo, which seeds take in turn."""
     curved: float = 0.0
     """Synthetic: share of what decides a click that LR and FM cannot express."""
     rows: int | None = None
@@ -46,7 +46,7 @@ class Config(Flags):
 
 def flags_of(config: Config) -> list[str]:
     """Return the flags of train.py that all runs share."""
-    given = {"data": config.data, "path": config.path, "rows": config.rows, "steps": config.steps}
+    given = {"data": config.data, "rows": config.rows, "steps": config.steps}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return words + (["--curved", str(config.curved)] if config.curved else [])
 
@@ -103,15 +103,17 @@ def draw(run: Run, results: Mapping[str, Any], models: Sequence[str]) -> None:
 
 def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
-    needs_path = config.data == "criteo" and (config.path is None or not config.path.is_dir())
-    refuse({"--data criteo needs --path: a directory made by prepare.py.": needs_path})
+    paths = config.path or ()
+    needs_path = config.data == "criteo" and not (paths and all(path.is_dir() for path in paths))
+    refuse({"--data criteo needs --path: directories made by prepare.py.": needs_path})
     with (
         Run("models", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
         seeds, flags = range(config.seed, config.seed + config.seeds), flags_of(config)
         arms = {model: [*flags, "--model", model] for model in config.models}
-        found = trained_arms(run, arms, config.preset, seeds, asked)
+        of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
+        found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
         results = summary({model: [one["test_auc"] for one in its] for model, its in found.items()})
         results |= {f"{model}_{seed}_auc": one["test_auc"] for model, its in found.items()
                     for seed, one in zip(seeds, its, strict=True)}  # fmt: skip

@@ -1,16 +1,17 @@
 """Rate and peak memory of preparing tables and reading them back: Criteo's format, CSV and Parquet.
 
-    python experiments/preparation_rate.py                  5M rows of each; about ten minutes on two cores
+    python experiments/preparation_rate.py                  5M rows of each, 3 rounds; 12 minutes on two cores
     python experiments/preparation_rate.py --rows 22000000 --formats criteo
 
 The rows are generated. Those of `criteo` have 13 integers and 26 categorical columns, the largest with `--categories`
 values; they get a vocabulary. `csv` and `parquet` hold one table: 3 single-category columns, 3 multi-hot, 2 sequences,
 2 numbers, split by time. Each format is prepared by prepare.py in its own process, whose wall time, start-up included,
 and peak resident memory are measured; then a loader reads the training rows in batches of 2,048, in file order and
-shuffled.
+shuffled. The formats take turns; figures are medians over the rounds, with minimum and maximum.
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 from main.cli import Flags, Run, command_line, listing
+from studies.turns import in_turns
 
 from jaxrec.data.criteo import open_split
 from jaxrec.data.loader import Loader
@@ -51,42 +53,54 @@ class Config(Flags):
     rows: int = 5_000_000
     categories: int = 1_000_000
     """Number of categories of the largest column."""
+    rounds: int = 3
     formats: tuple[Literal["criteo", "csv", "parquet"], ...] = ("criteo", "csv", "parquet")
 
 
 def main(config: Config) -> dict:
     """Generate, prepare and read; return the contents of results.json."""
     if config.preset == "smoke":
-        config = dataclasses.replace(config, rows=20_000, categories=1_000)
+        config = dataclasses.replace(config, rows=20_000, categories=1_000, rounds=2)
     with Run("preparation_rate", config, config.workdir) as run:
-        results: dict[str, Any] = {"rows": config.rows}
-        for name in config.formats:
-            results |= {f"{name}_{key}": value for key, value in measured(config, name, run.directory / name).items()}
+        sources = {name: source_of(config, name, run.directory / name) for name in config.formats}
+        ways = {name: functools.partial(measured, config, name, source) for name, source in sources.items()}
+        results: dict[str, Any] = {"rows": config.rows, "rounds": config.rounds}
+        for name, rounds in in_turns(ways, config.rounds, "rounds").items():
+            results[f"{name}_source_gb"] = sources[name].stat().st_size / 1e9
+            for key in rounds[0]:
+                each = [one[key] for one in rounds]
+                results[f"{name}_{key}"] = float(np.median(each))
+                results |= {f"{name}_{key}_min": min(each), f"{name}_{key}_max": max(each)}
+            shutil.rmtree(run.directory / name)
         run.close(results, listing(results, {name: [name] for name in config.formats}))
         return results
 
 
-def measured(config: Config, name: str, directory: Path) -> dict[str, Any]:
-    """Figures of one format; its files are deleted afterwards."""
+def source_of(config: Config, name: str, directory: Path) -> Path:
+    """The file of one format, with its schema beside it if it needs one."""
     directory.mkdir()
-    source, prepared = directory / f"rows.{name}", directory / "prepared"
+    source = directory / f"rows.{name}"
     rng = np.random.default_rng(config.seed)
     WRITERS[name](source, _chunks(config, rng, _clicks if name != "criteo" else _log))
+    (directory / "schema.py").write_text(SCHEMA)
+    return source
+
+
+def measured(config: Config, name: str, source: Path) -> dict[str, float]:
+    """Figures of preparing and reading one format once; what was prepared is deleted afterwards."""
+    prepared = source.with_name("prepared")
     flags = ["--sources", str(source), "--directory", str(prepared)]
-    if name != "criteo":
-        (directory / "schema.py").write_text(SCHEMA)
-        flags += ["--schema", str(directory / "schema.py")]
-    seconds, peak = _run([sys.executable, str(Path(__file__).with_name("prepare.py")), *flags], directory / "log")
+    flags += [] if name == "criteo" else ["--schema", str(source.with_name("schema.py"))]
+    seconds, peak = _run([sys.executable, str(Path(__file__).with_name("prepare.py")), *flags], source.with_name("log"))
     split = open_split(prepared, "train") if name == "criteo" else open_table(prepared, "train")
     found = {
-        "source_gb": source.stat().st_size / 1e9,
         "prepared_gb": sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file()) / 1e9,
         "rows_per_s": config.rows / seconds,
         "peak_gb": peak / 1e9,
         "loader_examples_per_s": _read_rate(Loader(split, 2048)),
         "shuffled_loader_examples_per_s": _read_rate(Loader(split, 2048, shuffle_seed=0)),
     }
-    shutil.rmtree(directory)
+    shutil.rmtree(prepared)
     return found
 
 

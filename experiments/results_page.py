@@ -126,11 +126,11 @@ def add(directory: Path, to: str, root: Path) -> Path:
     }
     metrics = directory / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    found["config"] = {
-        name: Path(value).name if name in PATHS and value else value
-        for name, value in found["config"].items()
-        if name not in ("experiment", "run")
-    } | {"workdir": None}
+    config = {name: value for name, value in found["config"].items() if name not in ("experiment", "run")}
+    for name in PATHS:
+        if given := config.get(name):
+            config[name] = [Path(one).name for one in given] if isinstance(given, list) else Path(given).name
+    found["config"] = config | {"workdir": None}
     target = root / "experiments" / "results" / f"{to}.json"
     make_directory(target.parent)
     write_text(target, json.dumps(found, indent=2) + "\n")

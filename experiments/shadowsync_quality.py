@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot, refuse, rule_of_ray, unread
-from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
+from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
 from main.pools import SharedStream
 from main.report import figures, number, scaled
 from studies.pool_kills import trained_pool
@@ -75,8 +75,8 @@ class Config(Flags):
     resume: bool = False
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
-    path: Path | None = None
-    """Directory of prepared Criteo rows."""
+    path: tuple[Path, ...] | None = None
+    """Directories of prepared Criteo rows, which seeds take in turn."""
     examples: int | None = None
     """Training examples in total, over all trainers."""
     rows: int = 100_000
@@ -159,8 +159,7 @@ def make_quality_data(config: Config, size: Size) -> Callable[[int], Data]:
         sizes = scaled_cardinalities(config.rows), batch_size, size.examples // batch_size
         return lambda seed: synthetic_clicks(*sizes, config.seed + seed, tested, 2000)
     assert config.path is not None
-    rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
-    return lambda seed: rows
+    return criteo_of_seeds(config.path, config.seed, config.batch_size or 128, examples=config.examples, padded=False)
 
 
 def make_stream(config: Config, size: Size, seed: int) -> Callable[..., Iterable[Batch]]:
@@ -377,7 +376,7 @@ def check(config: Config, size: Size) -> None:
         "--data criteo": (criteo, ("path",)),
         "--data synthetic": (not criteo, ("rows",)),
     }) | {
-        "--data criteo needs --path: a directory made by prepare.py.": criteo and config.path is None,
+        "--data criteo needs --path: directories made by prepare.py.": criteo and not config.path,
         "the arm all_reduce waits in every step: --where processes has arms that run freely.": (
             processes and "all_reduce" in size.arms
         ),

@@ -12,7 +12,7 @@ and a half by default.
 import dataclasses
 import itertools
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,14 +92,17 @@ def again_in(run: Run) -> str:
 
 def trained_arms(
     run: Run, arms: Mapping[Any, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None, of_seed: Callable[[int], list[str]] = lambda seed: [],
 ) -> dict[Any, list[dict[str, Any]]]:  # fmt: skip
-    """Train arms {name: flags of train.py}; return {arm: results of each seed}, each logged. Raises as `trained`."""
+    """Train arms {name: flags of train.py}, with `of_seed` more flags; return {arm: results of each seed}, each logged.
+
+    Raises as `trained`.
+    """
     found: dict[Any, list[dict[str, Any]]] = {arm: [] for arm in arms}
     logged = [(row["arm"], row["seed"]) for row in run.metrics()]
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
-        words = ["--preset", preset, "--seed", str(seed), *flags]
+        words = ["--preset", preset, "--seed", str(seed), *flags, *of_seed(seed)]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
         if (arm, seed) not in logged:
             run.log({"arm": arm, "seed": seed} | found[arm][-1])

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from main import click_data, table_data
 from main.cli import refuse, refuse_small
-from main.click_data import criteo_clicks, make_model, set_apart, synthetic_clicks
+from main.click_data import criteo_clicks, criteo_of_seeds, make_model, set_apart, synthetic_clicks
 from main.flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules_of
 from main.table_summary import open_schema
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
@@ -174,6 +174,20 @@ def test_without_a_share_nothing_validates_and_training_keeps_its_rows(directori
     assert data.validation is None and data.examples == TRAINED
     assert criteo_clicks(directories["time"], 32, validation_fraction=0.25).examples == 150
     assert len(lines_of(criteo_clicks(directories["time"], 32, examples=120).train(0))) == 120
+
+
+def test_seeds_take_preparations_in_turn_and_each_has_its_own_test_set(directories, tmp_path):
+    source = raw_file(tmp_path / "train.txt")
+    prepare([source], tmp_path / "again", hash_cap=7, split="random", seed=1)
+    prepare([source], tmp_path / "other", hash_cap=5, split="random", seed=1)
+    paths = [directories["random"], tmp_path / "again"]
+    lines = [set(lines_of(criteo_clicks(path, 32).test())) for path in paths]
+    assert lines[0] != lines[1]
+    data = criteo_of_seeds(paths, 1, 32, examples=64)
+    assert [set(lines_of(data(number).test())) for number in range(3)] == [lines[1], lines[0], lines[1]]
+    assert data(0).cardinalities == data(1).cardinalities and data(0).examples == 64
+    with pytest.raises(ValueError, match="prepare all with the same --hash-cap"):
+        criteo_of_seeds([*paths, tmp_path / "other"], 0)
 
 
 def test_synthetic_sets_are_streams_apart():

@@ -200,6 +200,23 @@ def criteo_clicks(directory: Path, *sizes: int | None, **how: Any) -> Data:
     return data._replace(cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory))
 
 
+def criteo_of_seeds(paths: Sequence[Path], seed: int, *sizes: int | None, **how: Any) -> Callable[[int], Data]:
+    """Return k -> the data of the k-th run of a study, which take several preparations in turn, from that of `seed` on.
+
+    With `prepare.py --split random --seed 0`, 1 and so on, each has a test set of its own.
+
+    Args:
+      paths: directories of prepare.py with the same tables.
+      sizes, how: as `criteo_clicks`.
+    """
+    each = [criteo_clicks(path, *sizes, **how) for path in paths]
+    if len({data.cardinalities for data in each}) > 1:
+        raise ValueError(
+            "the directories of --path differ in their tables' rows: prepare all with the same --hash-cap."
+        )
+    return lambda number: each[(seed + number) % len(each)]
+
+
 def data_of_blocks(
     split: BlockSource,
     test: BlockSource,

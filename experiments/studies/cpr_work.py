@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import optax
 from main.cli import Flags, refuse, unread
-from main.click_data import Data, click_job, criteo_clicks, make_model, synthetic_clicks
+from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
 
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities
@@ -27,8 +27,8 @@ class JobConfig(Flags):
     resume: bool = False
     seeds: int | None = None
     data: Literal["synthetic", "criteo"] = "synthetic"
-    path: Path | None = None
-    """Directory of prepared Criteo rows."""
+    path: tuple[Path, ...] | None = None
+    """Directories of prepared Criteo rows, which seeds take in turn."""
     examples: int | None = None
     rows: int | None = None
     """Total rows of all synthetic tables; default: 0.74 per example, as in Criteo Kaggle (33.8M and 45.8M)."""
@@ -47,7 +47,7 @@ def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
     criteo = config.data == "criteo"
     refuse(
         unread(config, {"--data criteo": (criteo, ("path",)), "--data synthetic": (not criteo, ("rows",))})
-        | {"--data criteo needs --path: a directory made by prepare.py.": criteo and config.path is None}
+        | {"--data criteo needs --path: directories made by prepare.py.": criteo and not config.path}
     )
     if config.path is None:
         cardinalities = scaled_cardinalities(config.rows or 74 * examples // 100)
@@ -55,8 +55,7 @@ def make_data(config: JobConfig, examples: int) -> Callable[[int], Data]:
         steps = examples // batch_size
         tested = max(5, min(100, steps // 10))
         return lambda seed: synthetic_clicks(cardinalities, batch_size, steps, config.seed + seed, tested)
-    rows = criteo_clicks(config.path, config.batch_size or 128, examples=config.examples, padded=False)
-    return lambda seed: rows
+    return criteo_of_seeds(config.path, config.seed, config.batch_size or 128, examples=config.examples, padded=False)
 
 
 class CprJob:
@@ -65,16 +64,19 @@ class CprJob:
     def __init__(self, config: JobConfig, data: Callable[[int], Data]):
         keep_memory()
         self.config, self.data = config, data
-        cardinalities, self.steps = data(0).cardinalities, data(0).steps
         # One shard per node.
         self.clicks = click_job(
-            cardinalities, make_model("small_dlrm", config.width), optax.adam(config.learning_rate),
+            data(0).cardinalities, make_model("small_dlrm", config.width), optax.adam(config.learning_rate),
             rowwise_adagrad(config.row_learning_rate), config.width, shards=NODES,
         )  # fmt: skip
         self.step, self.eval_step = self.clicks.train_step(), self.clicks.eval_step()
         tables = self.clicks.spec.tables
         self.whole = sorted(tables, key=lambda name: -tables[name].rows)[config.watched :]
         self.batches = functools.lru_cache(maxsize=1)(self._batches)
+
+    def steps(self, seed: int) -> int:
+        """Training steps of a seed."""
+        return self.data(seed).steps
 
     def _batches(self, seed: int) -> tuple[list, list]:
         """Planned training and test batches, shared by all arms of a seed; about 300 bytes per example."""
@@ -92,17 +94,17 @@ class CprJob:
         if scheme is None:
             state = fit(state, batches, self.step)
         else:
-            state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
+            state, figures = self._recovered(state, batches, scheme, seed, save_every_steps, failures)
             row |= figures
         found = evaluate(state, test, self.eval_step)
         return row | {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
-    def _recovered(self, state, batches, scheme, save_every_steps, failures):
+    def _recovered(self, state, batches, scheme, seed, save_every_steps, failures):
         """Train with real saves, losses and restores."""
         whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
         with tempfile.TemporaryDirectory() as directory, Serial(state, self.step) as engine:
             recovery = Recovery(
-                engine, directory, save_every_steps, self.steps, scheme=SCHEMES[scheme](), whole=whole,
+                engine, directory, save_every_steps, self.steps(seed), scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
             )  # fmt: skip
