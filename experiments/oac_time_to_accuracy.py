@@ -12,9 +12,9 @@ of the way from 0.5 to the AUC that sync has after 800 steps; every other arm tr
 the target, for at most five times as many. `auc_loss` is the paired difference to sync after 800 steps, with its 95 %
 interval; `seeds_that_reach_target` counts the seeds that do; a mean is null where some never do. *Step time*, of all
 arms interleaved within the same run, 24 rounds, for the largest skew, over an EMULATED full-duplex link (its time is
-slept), each direction as slow as the compute of a batch: median and 95 % bootstrap interval. Their product is
-`seconds_to_target_modelled`, for the largest skew: modelled, not measured, and without an interval; the intervals of
-the step times overlap.
+slept), each direction as slow as the compute of a batch in that round: median and 95 % bootstrap interval. Their
+product is `seconds_to_target_modelled`, for the largest skew: modelled, not measured. `ARM_seconds_over_OAC_modelled`
+is the ratio of two arms, with an interval over rounds and seeds.
 
 Equal AUC of sync and oac is no coincidence: their results are bitwise equal (oac_equivalence.py). Curves of sync,
 semisync and oac do not depend on a link and are trained without one; async is trained over it, as its reads depend on
@@ -220,13 +220,20 @@ def curves_of(rows: list[dict]) -> dict[tuple, list[dict]]:
     return {key: curve for key, curve in found.items() if curve[-1]["ended"]}
 
 
+def steps_of(curves: dict[tuple, list[dict]], seeds: int, exponent: float) -> dict[str, list[float | None]]:
+    """{arm: steps of each seed to the target of its sync}, of one skew."""
+    targets = [target_of(curves[exponent, "sync", seed]) for seed in range(seeds)]
+    arms = dict.fromkeys(arm for skew, arm, _ in curves if skew == exponent)
+    return {arm: [steps_to(curves[exponent, arm, seed], targets[seed]) for seed in range(seeds)] for arm in arms}
+
+
 def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
     """AUC lost at the last step of sync, and steps to the target."""
     results: dict[str, Any] = {}
     for exponent, arm in dict.fromkeys(key[:2] for key in curves):
         pairs = [(curves[exponent, "sync", seed], curves[exponent, arm, seed]) for seed in range(seeds)]
         targets = [target_of(sync) for sync, _ in pairs]
-        steps = [steps_to(curve, target) for (_, curve), target in zip(pairs, targets, strict=True)]
+        steps = steps_of(curves, seeds, exponent)[arm]
         aucs = np.array([(sync[-1]["test_auc"], curve[len(sync) - 1]["test_auc"]) for sync, curve in pairs])
         key = f"{arm}_exponent_{exponent}"
         results[f"target_auc_exponent_{exponent}"] = float(np.mean(targets))
@@ -238,15 +245,46 @@ def quality_of(curves: dict[tuple, list[dict]], seeds: int) -> dict[str, Any]:
     return results
 
 
-def times(step_s: dict[str, list[float]], quality: dict[str, Any], exponent: float) -> dict[str, Any]:
-    """Step times, and the modelled seconds to the target of one skew."""
+def seconds_over(
+    step_s: Mapping[str, list[float]], steps: Mapping[str, list], arm: str, other: str
+) -> dict[str, float]:
+    """Modelled seconds to the target of an arm over those of another, with a 95 % bootstrap interval.
+
+    Seconds are the mean of the seeds' steps times the median step time. Seeds and rounds are drawn independently, the
+    same ones for both arms.
+
+    >>> steps = {"sync": [100.0, 120.0], "oac": [100.0, 120.0]}
+    >>> seconds_over({"sync": [0.25, 0.5], "oac": [0.125, 0.25]}, steps, "sync", "oac")
+    {'': 2.0, '_low': 2.0, '_high': 2.0}
+    """
+    rng, drawn = np.random.default_rng(0), 10_000
+    rounds, seeds = len(step_s[arm]), len(steps[arm])
+    # The first row is what was measured.
+    rows_of = lambda number: np.vstack([np.arange(number), rng.integers(number, size=(drawn, number))])
+    of_rounds, of_seeds = rows_of(rounds), rows_of(seeds)
+    seconds = lambda name: np.median(np.array(step_s[name])[of_rounds], 1) * np.array(steps[name])[of_seeds].mean(1)
+    ratios = seconds(arm) / seconds(other)
+    low, high = np.quantile(ratios[1:], [0.025, 0.975])
+    return {"": float(ratios[0]), "_low": float(low), "_high": float(high)}
+
+
+def times(step_s: dict[str, list[float]], steps: Mapping[str, list], exponent: float) -> dict[str, Any]:
+    """Step times, and the modelled seconds to the target of one skew, None for an arm that does not reach it.
+
+    Args:
+      steps: {arm: steps of each seed}.
+    """
     results: dict[str, Any] = {}
+    reach = [arm for arm in step_s if None not in steps[arm]]
     for arm, each in step_s.items():
         results |= ratio(f"step_ms_{arm}", 1e3 * np.array(each))
         results |= ratio(f"{arm}_rate_over_sync", np.array(step_s["sync"]) / each) if arm != "sync" else {}
-        steps = quality[f"steps_to_target_{arm}_exponent_{exponent}"]
-        seconds = None if steps is None else 1e-3 * steps * results[f"step_ms_{arm}"]
+        seconds = 1e-3 * float(np.mean(steps[arm])) * results[f"step_ms_{arm}"] if arm in reach else None
         results[f"seconds_to_target_modelled_{arm}_exponent_{exponent}"] = seconds
+    for arm, other in itertools.product(reach, reach):
+        if other.startswith("oac") and not arm.startswith("oac"):
+            found = seconds_over(step_s, steps, arm, other)
+            results |= {f"{arm}_seconds_over_{other}_modelled{end}": value for end, value in found.items()}
     return results
 
 
@@ -312,7 +350,11 @@ def main(config: Config) -> dict:
     step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
     curves = curves_of(run.metrics())
     results = quality_of(curves, seeds)
-    results |= times(step_s, results, exponent) | {"emulated_link": True, "seeds": seeds, "steps": steps}
+    results |= times(step_s, steps_of(curves, seeds, exponent), exponent) | {
+        "emulated_link": True,
+        "seeds": seeds,
+        "steps": steps,
+    }
     draw(run, curves, results, exponent)
     end = f"_{{}}_exponent_{exponent}"
     columns = {"AUC lost": f"auc_loss{end}", "steps to target": f"steps_to_target{end}", "step, ms": "step_ms_{}"}

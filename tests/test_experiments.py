@@ -293,14 +293,30 @@ def test_ratios_are_of_rates_within_a_round_and_windows_meet_their_like():
 
 def test_a_step_time_and_steps_make_modelled_seconds():
     """Computed with the arm's own median step time; None if some seed never reaches the target."""
-    quality = {"steps_to_target_sync_exponent_1.2": 100.0, "steps_to_target_oac_window_4_exponent_1.2": 100.0}
-    quality |= {"steps_to_target_async_window_4_exponent_1.2": None}
+    steps = {"sync": [90.0, 110.0], "oac_window_4": [90.0, 110.0], "async_window_4": [90.0, None]}
     step_s = {"sync": [0.002, 0.004], "async_window_4": [0.001, 0.002], "oac_window_4": [0.001, 0.001]}
-    found = oac_time_to_accuracy.times(step_s, quality, 1.2)
+    found = oac_time_to_accuracy.times(step_s, steps, 1.2)
     assert found["seconds_to_target_modelled_sync_exponent_1.2"] == pytest.approx(0.3)
     assert found["seconds_to_target_modelled_oac_window_4_exponent_1.2"] == pytest.approx(0.1)
     assert found["seconds_to_target_modelled_async_window_4_exponent_1.2"] is None
     assert found["oac_window_4_rate_over_sync"] == pytest.approx(3) and found["step_ms_sync"] == pytest.approx(3)
+    assert found["sync_seconds_over_oac_window_4_modelled"] == pytest.approx(3)
+    assert not any("async_window_4_seconds_over" in key for key in found)
+
+
+def test_the_interval_of_a_ratio_of_seconds_covers_rounds_and_seeds():
+    """With one of them fixed it is that of the other, and both draws are paired."""
+    over = lambda step_s, steps: oac_time_to_accuracy.seconds_over(step_s, steps, "a", "b")
+    rng = np.random.default_rng(0)
+    step, steps = rng.uniform(1, 2, 24), rng.uniform(100, 200, 8)
+    fixed = over({"a": list(2 * step), "b": list(step)}, {"a": list(3 * steps), "b": list(steps)})
+    assert all(value == pytest.approx(6) for value in fixed.values())
+    noisy = over({"a": [1.0] * 24, "b": [1.0] * 24}, {"a": list(steps), "b": [100.0] * 8})
+    half = 1.96 * steps.std() / 8**0.5 / 100
+    assert noisy[""] == pytest.approx(steps.mean() / 100) and noisy["_low"] < noisy[""] < noisy["_high"]
+    assert noisy["_high"] - noisy["_low"] == pytest.approx(2 * half, rel=0.1)
+    both = over({"a": list(step), "b": [1.0] * 24}, {"a": list(steps), "b": [100.0] * 8})
+    assert both["_high"] / both["_low"] > noisy["_high"] / noisy["_low"]
 
 
 @pytest.mark.slow
