@@ -99,8 +99,13 @@ def test_the_rows_of_seeds_have_the_mean_of_the_page():
     (run,) = runs(ROOT)["cpr_overhead_criteo"]
     rows = [json.loads(line) for line in (ROOT / "docs" / run.seeds).read_text().splitlines()]
     results = run.found["results"]
+    auc_of = lambda scheme: {each["seed"]: each["test_auc"] for each in rows if each["scheme"] == scheme}
+    vanilla = auc_of("vanilla")
+    for scheme in ("mfu", "ssu", "scar"):
+        gain = [auc - vanilla[seed] for seed, auc in auc_of(scheme).items()]
+        assert sum(gain) / len(gain) == pytest.approx(results[f"cpr_{scheme}_test_auc_minus_vanilla"], abs=1e-12)
     for scheme in {each["scheme"] for each in rows}:
-        auc = {each["seed"]: each["test_auc"] for each in rows if each["scheme"] == scheme}
+        auc = auc_of(scheme)
         assert len(auc) == run.found["config"]["seeds"]
         assert sum(auc.values()) / len(auc) == pytest.approx(
             results[f"{'' if scheme == 'no_failure' else 'cpr_'}{scheme}_test_auc_mean"], abs=1e-12
