@@ -40,6 +40,7 @@ from jaxrec.shadowsync import (
     train_freely,
     train_stretch,
 )
+from jaxrec.shadowsync.workers import Trainer
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS = {"w": jnp.ones(4)}
@@ -766,6 +767,43 @@ def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
         streams = [stream(i, 10**9) for i in range(3)]
         freely(tables, streams, make, 2)
     assert "trainer 1" in caught.value.__notes__[0]
+    assert no_threads_left()
+
+
+class BrokenAtOnce(AllToAll):
+    """A transport that raises in the first round of trainer 0."""
+
+    def sync_round(self, trainer, before, done):
+        if trainer == 0:
+            raise ConnectionError("the cable is cut")
+        return super().sync_round(trainer, before, done)
+
+
+@pytest.mark.parametrize("policy", ["raise", "drop"])
+def test_what_a_round_raises_comes_out_if_the_trainer_is_seen_to_be_gone_before_it_steps_again(policy, monkeypatch):
+    """All streams block until then, so no `exchange` raises the error of the round."""
+    seen, is_over = threading.Event(), Trainer.is_over
+
+    def noticed(self):
+        found = is_over(self)
+        if found and self.number == 0:
+            seen.set()
+        return found
+
+    def blocking(batches):
+        yield from stream(0, batches)
+        assert seen.wait(60)
+
+    monkeypatch.setattr(Trainer, "is_over", noticed)
+    make = synchronisers(Shadow, model_averaging(), 2, of=BrokenAtOnce, on_failure=policy)
+    streams, tables = [blocking(1), blocking(0)], HostTables.create(SPEC, sgd(0.1))
+    if policy == "raise":
+        with pytest.raises(ConnectionError, match="cable"):
+            freely(tables, streams, make)
+    else:
+        with pytest.warns(RuntimeWarning, match="trainer 0 was dropped: ConnectionError: the cable"):
+            _, figures = freely(tables, streams, make)
+        assert isinstance(figures.failures[0], ConnectionError)
     assert no_threads_left()
 
 

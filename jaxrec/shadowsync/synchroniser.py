@@ -76,6 +76,11 @@ class Synchroniser:
         """Reason why this trainer no longer takes part; empty if it does, or has finished."""
         return self._transport.exit_reason(self._trainer)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """Error of a round in the background, which the next `exchange` raises."""
+        return None
+
     def __enter__(self) -> Self:
         if self._phase != "has not been entered":
             raise ValueError(f"{self._name} has been entered before: make one for each training.")
@@ -311,6 +316,11 @@ class Shadow(Synchroniser):
         self._busy = self._stopped = self._ended = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """See `Synchroniser`."""
+        return self._failure
 
     def _begin(self):
         self._thread.start()

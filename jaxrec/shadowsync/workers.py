@@ -149,7 +149,9 @@ class Trainer:
     def is_over(self) -> bool:
         """Return whether this trainer has ended or failed; being dropped by its group is a failure."""
         if not self.ended and not self.failed and self.entered and (why := self.entered.exit_reason):
-            self._stop(PeerLeft(f"trainer {self.number} {why}"), f"of trainer {self.number}")
+            # Its own background thread may have failed, and set that error before it left.
+            error = self.entered.failure or PeerLeft(f"trainer {self.number} {why}")
+            self._stop(error, f"of trainer {self.number}")
         return self.ended or self.failed
 
     def leave(self, error: BaseException | None = None) -> None:
