@@ -114,7 +114,7 @@ def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
     ("flags", "words"),
     [
         ({"data": "criteo"}, "--data criteo needs --path"),
-        ({"data": "criteo", "path": Path("/nowhere")}, "--data criteo needs --path"),
+        ({"data": "criteo", "path": (Path("/nowhere"),)}, "--data criteo needs --path"),
     ],
 )
 def test_models_that_cannot_be_compared_are_refused(tmp_path, flags, words):
