@@ -76,7 +76,7 @@ class CprJob:
 
     def steps(self, seed: int) -> int:
         """Training steps of a seed."""
-        return self.data(seed).steps
+        return len(self.batches(seed)[0])
 
     def _batches(self, seed: int) -> tuple[list, list]:
         """Planned training and test batches, shared by all arms of a seed; about 300 bytes per example."""
@@ -94,17 +94,17 @@ class CprJob:
         if scheme is None:
             state = fit(state, batches, self.step)
         else:
-            state, figures = self._recovered(state, batches, scheme, seed, save_every_steps, failures)
+            state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
             row |= figures
         found = evaluate(state, test, self.eval_step)
         return row | {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
-    def _recovered(self, state, batches, scheme, seed, save_every_steps, failures):
+    def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Train with real saves, losses and restores."""
         whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
         with tempfile.TemporaryDirectory() as directory, Serial(state, self.step) as engine:
             recovery = Recovery(
-                engine, directory, save_every_steps, self.steps(seed), scheme=SCHEMES[scheme](), whole=whole,
+                engine, directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
             )  # fmt: skip
