@@ -770,23 +770,23 @@ def test_what_a_transport_raises_comes_out_and_not_that_others_were_left(kind):
     assert no_threads_left()
 
 
-class BrokenAtOnce(AllToAll):
-    """A transport that raises in the first round of trainer 0."""
-
-    def sync_round(self, trainer, before, done):
-        if trainer == 0:
-            raise ConnectionError("the cable is cut")
-        return super().sync_round(trainer, before, done)
-
-
 @pytest.mark.parametrize("policy", ["raise", "drop"])
-def test_what_a_round_raises_comes_out_if_the_trainer_is_seen_to_be_gone_before_it_steps_again(policy, monkeypatch):
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_a_round_raises_comes_out_if_the_trainer_is_seen_to_be_gone_before_it_steps_again(
+    policy, broken, monkeypatch
+):
     """All streams block until then, so no `exchange` raises the error of the round."""
     seen, is_over = threading.Event(), Trainer.is_over
 
+    class BrokenAtOnce(AllToAll):
+        def sync_round(self, trainer, before, done):
+            if trainer == broken:
+                raise ConnectionError("the cable is cut")
+            return super().sync_round(trainer, before, done)
+
     def noticed(self):
         found = is_over(self)
-        if found and self.number == 0:
+        if found and self.number == broken:
             seen.set()
         return found
 
@@ -796,14 +796,14 @@ def test_what_a_round_raises_comes_out_if_the_trainer_is_seen_to_be_gone_before_
 
     monkeypatch.setattr(Trainer, "is_over", noticed)
     make = synchronisers(Shadow, model_averaging(), 2, of=BrokenAtOnce, on_failure=policy)
-    streams, tables = [blocking(1), blocking(0)], HostTables.create(SPEC, sgd(0.1))
+    streams, tables = [blocking(broken == number) for number in range(2)], HostTables.create(SPEC, sgd(0.1))
     if policy == "raise":
         with pytest.raises(ConnectionError, match="cable"):
             freely(tables, streams, make)
     else:
-        with pytest.warns(RuntimeWarning, match="trainer 0 was dropped: ConnectionError: the cable"):
+        with pytest.warns(RuntimeWarning, match=f"trainer {broken} was dropped: ConnectionError: the cable"):
             _, figures = freely(tables, streams, make)
-        assert isinstance(figures.failures[0], ConnectionError)
+        assert isinstance(figures.failures[broken], ConnectionError)
     assert no_threads_left()
 
 

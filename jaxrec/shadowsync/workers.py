@@ -421,7 +421,8 @@ def _run(shared, trainers):
                 trainer.enter()
             for trainer in trainers:
                 shared.start(trainer.run, trainer.name)
-            while not (deferred or shared.stopped or all(trainer.is_over() for trainer in trainers)):
+            # A list, as each call also notices that a trainer is gone.
+            while not (deferred or shared.stopped or all([trainer.is_over() for trainer in trainers])):
                 time.sleep(_PAUSE_S)
         finally:
             shared.stopped = True  # first, so that nothing new begins
