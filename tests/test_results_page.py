@@ -80,6 +80,8 @@ def test_a_stored_run_has_its_figures_a_row_per_seed_and_no_path_of_the_machine(
     assert json.loads(path.read_text()) == {"config": config, "environment": FOUND, "results": {"auc": 0.5}}
     rows = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     assert rows == [{"seed": 0, "auc": 0.25}, {"seed": 1, "auc": 0.75}]
+    (finished / "metrics.jsonl").write_text("")  # a later run that logs no seeds takes the place of both files
+    assert add(finished, "m/a", tmp_path) == path and not path.with_suffix(".jsonl").exists()
 
 
 def test_what_cannot_be_stored_is_refused_and_a_run_without_a_section_is_named(checkout, finished):
