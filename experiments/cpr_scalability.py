@@ -113,9 +113,7 @@ def sources(config: Config) -> dict[str, Failures]:
 def replayed(failures: Failures, costs: schedule.Costs, target_pls: float) -> dict[str, float]:
     """Part 3 for one source: overheads of back-to-back jobs on all its nodes."""
     known = failures.node >= 0
-    hours, failed = interruptions(
-        failures._replace(hours=failures.hours[known], node=failures.node[known], cause=failures.cause[known])
-    )
+    hours, failed = interruptions(failures._replace(hours=failures.hours[known], node=failures.node[known]))
     here = costs._replace(nodes=failures.nodes, mtbf_hours=failures.span_hours / max(1, len(hours)))
     found = {"nodes": float(failures.nodes), "mtbf_hours": here.mtbf_hours}
     for mode, every in intervals(here, target_pls).items():

@@ -54,7 +54,7 @@ def test_gaps_follow_the_gamma_law(seed, shape, mtbf):
 
 
 def some_failures(hours, node, nodes=4):
-    return Failures(np.array(hours), np.array(node), np.zeros(len(hours), np.int32), ("disk",), nodes, 10.0)
+    return Failures(np.array(hours), np.array(node), nodes, 10.0)
 
 
 def test_failures_of_the_same_time_are_one():

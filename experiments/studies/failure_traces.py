@@ -56,8 +56,7 @@ def load_lanl(path: Path, system: int) -> Failures:
 
 def _in_order(hours: list[float], node: list[int], nodes: int, span: float) -> Failures:
     order = np.argsort(hours, kind="stable")
-    cause = np.zeros(len(order), np.int32)
-    return Failures(np.array(hours)[order], np.array(node, np.int32)[order], cause, ("of a trace",), nodes, span)
+    return Failures(np.array(hours)[order], np.array(node, np.int32)[order], nodes, span)
 
 
 @contextlib.contextmanager

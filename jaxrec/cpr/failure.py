@@ -15,8 +15,6 @@ class Failures(NamedTuple):
 
     hours: np.ndarray  # f64[n] since the start, ascending
     node: np.ndarray  # i32[n] from 0 to nodes - 1; -1 if unknown
-    cause: np.ndarray  # i32[n] index into causes
-    causes: tuple[str, ...]
     nodes: int  # number of nodes of the whole system, including those that never fail
     span_hours: float  # length of the observation
 
@@ -98,5 +96,4 @@ def _on_nodes(rng, hours, nodes, failed_nodes, span):
         node = rng.integers(nodes, size=len(hours))
     else:
         node = rng.random((len(hours), nodes)).argsort(axis=1)[:, :failed_nodes].reshape(-1)
-    cause = np.zeros(len(node), np.int32)
-    return Failures(np.repeat(hours, failed_nodes), node.astype(np.int32), cause, ("drawn",), nodes, span)
+    return Failures(np.repeat(hours, failed_nodes), node.astype(np.int32), nodes, span)
