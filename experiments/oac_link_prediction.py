@@ -10,14 +10,13 @@ reads rows up to --window batches old, which `oac` repairs: `oac` and `sync` mus
 Rates are measured before the training, the modes interleaved: 24 rounds of 20 batches per mode, median and 95 %
 bootstrap interval of the rates and of their ratios within a round. There is no link here, and tables and compute share
 the cores, so a mode that does more work besides the update is slower. The seconds of the training itself are of modes
-run one after another and are not compared: they were 184, 325 and 334 for sync, async and oac, which the interleaved
-rates do not explain.
+run one after another and are not compared.
 
 --path names a directory with {train,valid,test}2id.txt(.gz), as distributed by OpenKE; without it a graph is generated
 whose entities form clusters that each relation permutes.
 
 Expected on FB15k-237 and two cores: filtered test MRR 0.338, Hits@10 0.52 with ComplEx of rank 128; 2 minutes for the
-rates, then 2 to 3 per mode; async 0.337, so staleness does not hurt here. For WN18RR use `--n3 0.1 --epochs 20`. The
+rates, then 2 to 3 per mode; async 0.337, on one seed. For WN18RR use `--n3 0.1 --epochs 20`. The
 published 0.37 takes rank 2000 and all entities as negatives (Lacroix et al., arXiv 1806.07297, table 2).
 """
 

@@ -82,7 +82,9 @@ class Run(NamedTuple):
     @property
     def where(self) -> str:
         environment = self.found["environment"]
-        return f"{environment['cores']} cores, {environment['device']}, {environment['date']}"
+        cores = f"{environment['cores']} core{'s' * (environment['cores'] != 1)}"
+        parts = (cores, environment.get("cpu"), environment["device"], environment["date"])
+        return ", ".join(filter(None, parts))
 
 
 class Row(NamedTuple):

@@ -12,7 +12,8 @@
     python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
 On two cores the default takes about 1.5 minutes. The expected AUC is printed first; the teacher that drew the synthetic
-labels is evaluated as the upper bound for any model. The test set is evaluated once, at the end.
+labels is evaluated as the upper bound for any model. The test set is evaluated once, at the end,
+or, where there is no validation set, during training too, without selecting anything.
 """
 
 import contextlib

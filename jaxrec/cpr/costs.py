@@ -1,6 +1,6 @@
 """Measure the costs of saves and recoveries of a job, on its own machine, tables and directory.
 
-The equations of `schedule.py` take these costs as given (Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 3).
+The equations of `schedule.py` take these costs as given (Maeng et al., CPR, MLSys 2021, arXiv 2011.02999).
 """
 
 import contextlib

@@ -18,7 +18,7 @@ Every save also holds the dense state and the figures of the recovery, so that a
 
 A snapshot is the state of a step that the engine hands to a save announced with `Engine.snapshot_at`.
 
-Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, sections 4 and 5.
+Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999.
 Legend: S shards, V rows of a stack.
 """
 

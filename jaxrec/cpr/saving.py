@@ -1,6 +1,6 @@
 """Write the saves of a recovery (picked rows, all rows, bases), and keep track of which ones are committed.
 
-Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999, section 5. Legend: S shards, V rows of a stack.
+Reference: Maeng et al., CPR, MLSys 2021, arXiv 2011.02999. Legend: S shards, V rows of a stack.
 """
 
 import contextlib
