@@ -97,7 +97,7 @@ def _check_host_plan(spec, name, plan, ids):
             f"the plan of {name!r} has dropped rows: {plan.count.max()} in a shard of capacity "
             f"{plan.unique.shape[1]}. Use jaxrec.plan, which plans again with more."
         )
-    if not is_plan_of(spec, name, plan, ids):
+    if not is_plan_of(spec, plan, ids):
         raise ValueError(
             f"the plan of {name!r} is that of other ids: plan this very batch, jaxrec.plan(spec, "
             "batch.ids), and do not write into its arrays afterwards."

@@ -133,7 +133,7 @@ def test_a_plan_is_that_of_its_own_ids_and_of_no_others(spec, batch_size, seed):
     ids, rng = draw_ids(spec, batch_size, seed), np.random.default_rng(seed)
     plans = plan(spec, ids)
     for name, p in plans.items():
-        assert is_plan_of(spec, name, p, ids)
+        assert is_plan_of(spec, p, ids)
         for key in p.inverse:
             _, rows = spec.columns_of(key)
             other, place = ids[key].copy(), rng.integers(ids[key].size)
@@ -141,4 +141,4 @@ def test_a_plan_is_that_of_its_own_ids_and_of_no_others(spec, batch_size, seed):
             column = place // spec.lookups[key].hots % len(rows)
             flat[place] = (flat[place] + 2) % (rows[column] + 1) - 1  # another row of its table, or missing
             if (flat != ids[key].reshape(-1)).any():
-                assert not is_plan_of(spec, name, p, {**ids, key: other})
+                assert not is_plan_of(spec, p, {**ids, key: other})

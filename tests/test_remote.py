@@ -1,5 +1,6 @@
 """Remote tables: the bits of host tables under any message faults, and lost shards reported by number."""
 
+import contextlib
 import functools
 import tempfile
 import threading
@@ -31,6 +32,7 @@ from jaxrec.checkpoint import (
     snapshot_rows,
     write_image,
 )
+from jaxrec.cluster.pool import PoolTables
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
@@ -783,3 +785,57 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
     with pytest.raises(ValueError, match=words), Checkpointer(tmp_path / "run", copy="shards") as checkpointer:
         checkpointer.save(state)
     assert not images(tmp_path / "run") and not list((tmp_path / "run").glob("*.partial"))
+
+
+# ---- the tables of a trainer pool
+
+
+class Supervised(Fleet):
+    """A fleet with what a trainer pool reads of its supervisor."""
+
+    deaths = ()
+
+    @property
+    def in_use(self):
+        return self.ways
+
+
+@pytest.mark.parametrize("damaged", ["", "manifest.json", "0.0"])
+def test_a_pool_restores_a_server_from_the_newest_intact_image(damaged, tmp_path):
+    with Supervised(SPEC, ROWS) as servers:
+        tables, saved = servers.tables, []
+        pool = PoolTables(servers, tmp_path, 1e6, {"w": np.ones(4)})
+        for seed in (1, 2):
+            plans = plan(SPEC, batch_at(seed).ids)
+            tables.put(plans, changed(tables.read(plans), seed))
+            saved.append(every_row(tables))
+            pool.save(lambda: (None, {}))
+        newest = images(tmp_path)[0]
+        for path in newest.rglob(damaged) if damaged else ():
+            path.write_bytes(b"cut")
+        servers.ways[1].kill()
+        with pytest.raises(ShardsLost):
+            tables.read(plan(SPEC, batch_at(3).ids))
+        with pytest.warns(UserWarning, match="damaged") if damaged else contextlib.nullcontext():
+            pool.restore_lost(lambda: (None, {}))
+        pool.close()
+        found, lost = every_row(tables), [s for s in range(SPEC.shards) if s in servers.shards[1]]
+        expected = saved[0 if damaged else 1]
+        for key, rows in found.items():
+            mine = np.isin(np.arange(len(rows)) % SPEC.shards, lost)
+            np.testing.assert_array_equal(rows[mine], expected[key][mine])
+            np.testing.assert_array_equal(rows[~mine], saved[1][key][~mine])
+
+
+def test_a_pool_restores_again_if_a_successor_dies_meanwhile():
+    fate = lambda server, incarnation, verb, message: "die" if (incarnation, verb) == (2, "change") else ""
+    with Supervised(SPEC, ROWS, fate=fate) as servers:
+        before = every_row(servers.tables)
+        servers.ways[1].kill()
+        with pytest.raises(ShardsLost):
+            servers.tables.read(plan(SPEC, batch_at(3).ids))
+        PoolTables(servers, None, None, {}).restore_lost(lambda: (None, {}))
+        assert servers.died == [1, 1]
+        after = every_row(servers.tables)
+        for key, rows in before.items():
+            np.testing.assert_array_equal(after[key], rows)

@@ -10,7 +10,7 @@ servers, in the background or every k steps. A dead process is replaced, and not
 
 - trainer: its successor starts with the parameters of the others and a fresh optimizer state, at the last position that
   the pool has polled; batches after it are trained twice;
-- shard server: its successor gets its rows from the newest image, or initial ones; trainers that need them wait;
+- shard server: its successor gets its rows from the newest intact image, or initial ones; trainers that need them wait;
 - sync server: its successor starts with the parameters that a trainer has sent last; training does not wait;
 - driver: all processes end.
 
@@ -35,8 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Checkpointer, images, newest, restore_shards
-from jaxrec.checkpoint.format import number_of
+from jaxrec.checkpoint import Checkpointer, images, newest_first, restore_shards, shard_source
+from jaxrec.checkpoint.format import number_of, warn_skipped
+from jaxrec.checkpoint.row_deltas import Verified
 from jaxrec.cluster.processes import Handle, Process, packed
 from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.servers import RayServer, ServerHandle
@@ -492,12 +493,25 @@ class PoolTables:
             return {}
         if self._saving is not None:
             self._saving.join()  # it fails, as shards are lost
-        self._servers.recover(lost)
-        path = None if self._directory is None else newest(self._directory)
-        restore_shards(path, self._servers.tables, lost)
+        while lost:
+            self._servers.recover(lost)
+            try:
+                self._restore(lost)
+                lost = ()
+            except ShardsLost as again:  # a successor died: restore all of them again
+                lost = tuple(sorted({*lost, *again.shards}))
         reasons = {death.server: death.reason for death in self._servers.deaths}
         after = self._servers.in_use
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
+
+    def _restore(self, shards):
+        """Restore each shard from the newest image in which it is intact."""
+        candidates = [] if self._directory is None else newest_first(self._directory)
+        verified: Verified = {}
+        of = {shard: shard_source(candidates, shard, verified) if candidates else (None, []) for shard in shards}
+        warn_skipped(max((damaged for _, damaged in of.values()), key=len))
+        for path in {path for path, _ in of.values()}:
+            restore_shards(path, self._servers.tables, [shard for shard in shards if of[shard][0] == path])
 
     def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
         """As `TrainerPool.save`."""

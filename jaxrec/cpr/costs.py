@@ -63,7 +63,8 @@ def measure(
 
     Raises:
       ValueError: a number is out of range; raised before anything is saved.
-      OSError: the disk is full, or the directory cannot be written; the state is unchanged, and no file remains.
+      OSError: the disk is full, or the directory cannot be written; no file remains. Host tables have the same values;
+        device tables may have been donated by a round before: create them anew.
 
     >>> import jax.numpy as jnp, optax, tempfile, jaxrec
     >>> from jaxrec.cpr import measure, plan_recovery

@@ -155,7 +155,7 @@ def _plan_stack(spec, stack, lookups, capacity):
     return Plan(unique, inverse, count, np.int32(invalid))
 
 
-def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
+def is_plan_of(spec: EmbeddingSpec, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
     """Return whether a plan of numpy arrays maps every id to its own row, which a plan of another batch does not."""
     unique = plan.unique.reshape(-1)
     return not any(
