@@ -132,7 +132,7 @@ def test_buckets_are_few_and_close(rows):
 def test_a_plan_is_that_of_its_own_ids_and_of_no_others(spec, batch_size, seed):
     ids, rng = draw_ids(spec, batch_size, seed), np.random.default_rng(seed)
     plans = plan(spec, ids)
-    for name, p in plans.items():
+    for p in plans.values():
         assert is_plan_of(spec, p, ids)
         for key in p.inverse:
             _, rows = spec.columns_of(key)
