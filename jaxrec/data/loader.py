@@ -77,7 +77,7 @@ class Loader:
         if self._rows.sum() == 0:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
-        self._position, self._turn = 0, object()
+        self._turn = [0]  # position of the latest iterator, which alone may change it
         self._first: tuple[int, list[Column]] | None = None  # the first block read, and its columns
 
     def __len__(self) -> int:
@@ -87,23 +87,23 @@ class Loader:
 
     def position(self) -> int:
         """Return the number of batches delivered since the start of the first epoch."""
-        return self._position
+        return self._turn[0]
 
     def seek(self, position: int) -> None:
         """Make the next iteration start at batch `position`, at the cost of reading at most one window."""
         position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
-        self._position, self._turn = position, object()
+        self._turn = [position]
 
     def __iter__(self) -> Iterator[Batch]:
-        # All iterators share one position, so only the latest may advance it.
-        self._turn = turn = object()
-        while self._epochs is None or self._position < len(self):
-            epoch, first = divmod(self._position, self.batches_per_epoch)
+        # Each iterator counts on its own: one that is superseded may be reading then, in another thread.
+        self._turn = turn = [*self._turn]
+        while self._epochs is None or turn[0] < len(self):
+            epoch, first = divmod(turn[0], self.batches_per_epoch)
             for batch in self._epoch(epoch, first * self._batch_size):
                 # Counted before the yield, so that position() == p + 1 once batch p is delivered.
-                self._position += 1
+                turn[0] += 1
                 yield batch
                 if self._turn is not turn:
                     raise ValueError(

@@ -1,5 +1,7 @@
 """Properties of the loader: a permutation of the rows, the same from any position."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -158,6 +160,36 @@ def test_an_iterator_ends_when_another_one_begins():
     with pytest.raises(ValueError, match="began anew"):
         next(batches)
     assert [b.ids["sparse"][0, 0] for b in loader] == [4]
+
+
+@pytest.mark.parametrize("seeks", [True, False])
+def test_an_iterator_that_is_superseded_while_it_reads_moves_no_position(seeks):
+    """As that of a planner that still waits for a slow disk after a rollback: a batch would be skipped silently."""
+    inside, more = threading.Event(), threading.Event()
+
+    class Slow(Blocks):
+        def __getitem__(self, index):
+            if index == 2 and not inside.is_set():
+                inside.set()
+                assert more.wait(60)
+            return super().__getitem__(index)
+
+    loader = Loader(Slow([2] * 4), 2, window_blocks=1)
+    old = iter(loader)
+    thread = threading.Thread(target=lambda: [next(old) for _ in range(3)])
+    thread.start()
+    assert inside.wait(60)
+    if seeks:
+        loader.seek(1)
+    new = iter(loader)
+    first = next(new)
+    more.set()
+    thread.join()
+    assert loader.position() == (2 if seeks else 3)
+    found = [batch.ids["sparse"][0, 0] for batch in (first, *new)]
+    assert found == ([2, 4, 6] if seeks else [4, 6]) and loader.position() == 4
+    with pytest.raises(ValueError, match="began anew"):
+        next(old)
 
 
 def test_shuffles_differ_by_seed_and_epoch():
