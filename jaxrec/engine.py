@@ -163,8 +163,8 @@ class Engine:
     and then leaves the watchers. Leaving a run never waits for the stream.
 
     However a run ends, the state is that of the last committed step, with the changes of the hooks that completed;
-    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator starts with the batches that were taken
-    but not trained.
+    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator or `Loader` starts with the batches that
+    were taken but not trained.
 
     Attributes:
       step: number of committed steps.

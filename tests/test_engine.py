@@ -18,6 +18,7 @@ from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
 from jaxrec.cpr import Recovery
+from jaxrec.data.loader import Loader
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, fit, train
 from jaxrec.oac import Pipeline
@@ -107,6 +108,30 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
         assert not engine.running
         list(engine.run(stream))
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+class Blocks:
+    """The rows of the batches of `stream_from`, a block each."""
+
+    rows = [len(batch_at(0).label)] * 12
+
+    def __getitem__(self, index):
+        batch = batch_at(index)
+        return {"label": batch.label, "dense": batch.dense, "ids": batch.ids}
+
+
+@each
+def test_a_loader_goes_on_where_a_run_left_it(make):
+    with make() as engine:
+        list(engine.run(Loader(Blocks(), Blocks.rows[0])))
+        wanted = bits(engine.state)
+    loader = Loader(Blocks(), Blocks.rows[0])
+    with make() as engine:
+        for _ in engine.run(loader):
+            if engine.step == 5:
+                break
+        list(engine.run(loader))
+    assert engine.step == 12 and same(bits(engine.state), wanted)
 
 
 @each

@@ -38,8 +38,8 @@ class Loader:
 
     Without a seed, rows come in file order. With one, each epoch shuffles the blocks, then the rows within windows of
     consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 and missing ids.
-    Iteration starts at `position()`; an iterator raises ValueError when it is advanced after another one began or
-    `seek` was called.
+    Like a file, a Loader has one iterator: another loop goes on where the last one was left, with the batches that an
+    engine took ahead. After `seek` there is a new one, and the old one raises ValueError when it is advanced.
 
     Args:
       source: the blocks.
@@ -77,7 +77,8 @@ class Loader:
         if self._rows.sum() == 0:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
-        self._position, self._turn = 0, object()
+        self._turn = [0]  # position of the present iterator, which alone may change it
+        self._iterator: Iterator[Batch] | None = None
         self._first: tuple[int, list[Column]] | None = None  # the first block read, and its columns
 
     def __len__(self) -> int:
@@ -86,30 +87,38 @@ class Loader:
         return self.batches_per_epoch * self._epochs
 
     def position(self) -> int:
-        """Return the number of batches delivered since the start of the first epoch."""
-        return self._position
+        """Return the number of batches delivered since the start of the first epoch; an engine takes some ahead."""
+        return self._turn[0]
 
     def seek(self, position: int) -> None:
         """Make the next iteration start at batch `position`, at the cost of reading at most one window."""
         position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
-        self._position, self._turn = position, object()
+        self._turn, self._iterator = [position], None
 
     def __iter__(self) -> Iterator[Batch]:
-        # All iterators share one position, so only the latest may advance it.
-        self._turn = turn = object()
-        while self._epochs is None or self._position < len(self):
-            epoch, first = divmod(self._position, self.batches_per_epoch)
-            for batch in self._epoch(epoch, first * self._batch_size):
-                # Counted before the yield, so that position() == p + 1 once batch p is delivered.
-                self._position += 1
-                yield batch
-                if self._turn is not turn:
-                    raise ValueError(
-                        "the loader began anew (another iterator, or seek) while this iterator was in use: leave the "
-                        "loop then, or make a Loader for each."
-                    )
+        if self._iterator is None:
+            self._iterator = self._batches(self._turn)
+        return self._iterator
+
+    def _batches(self, turn: list[int]) -> Iterator[Batch]:
+        # Counts on its own: another thread may be reading here while `seek` is called.
+        try:
+            while self._epochs is None or turn[0] < len(self):
+                epoch, first = divmod(turn[0], self.batches_per_epoch)
+                for batch in self._epoch(epoch, first * self._batch_size):
+                    # Counted before the yield, so that position() == p + 1 once batch p is delivered.
+                    turn[0] += 1
+                    yield batch
+                    if self._turn is not turn:
+                        raise ValueError(
+                            "`seek` was called while this iterator was in use: leave the loop then, or make a Loader "
+                            "for each."
+                        )
+        finally:  # also if the source raised: the next loop reads that batch again
+            if self._turn is turn:
+                self._iterator = None
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Batch]:
         size, rest = self._batch_size, None
