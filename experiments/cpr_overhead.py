@@ -56,8 +56,8 @@ class Config(JobConfig):
 SIZES = {"smoke": (60_000, 2), "default": (1_000_000, 3), "paper": (5_000_000, 10)}  # examples, seeds
 
 
-def accuracies(rows: list[dict]) -> dict[str, Any]:
-    """Accuracy results from the seeds for which all arms are complete."""
+def accuracies(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
+    """Accuracy results from the seeds for which all arms are complete; test sets as in `paired_interval`."""
     found = {(row["scheme"], row["seed"]): row for row in rows}
     arms = ["no_failure", *SCHEMES]
     seeds = [seed for seed in sorted({seed for _, seed in found}) if all((arm, seed) in found for arm in arms)]
@@ -65,16 +65,16 @@ def accuracies(rows: list[dict]) -> dict[str, Any]:
     auc = {arm: np.array([found[arm, seed]["test_auc"] for seed in seeds]) for arm in arms}
     for arm in arms:
         key = arm if arm == "no_failure" else f"cpr_{arm}"
-        results[f"{key}_test_auc_mean"] = float(auc[arm].mean())
-        results[f"{key}_test_auc_sem"] = float(auc[arm].std(ddof=1) / len(seeds) ** 0.5) if len(seeds) > 1 else None
+        results[f"{key}_test_auc_mean"], half = paired_interval(auc[arm], seeds, test_sets)
+        results[f"{key}_test_auc_mean_half_interval"] = half
         if arm != "no_failure":
             results[f"{key}_realized_pls"] = float(np.mean([found[arm, seed]["realized_pls"] for seed in seeds]))
-            loss, half = paired_interval(auc["no_failure"] - auc[arm])
+            loss, half = paired_interval(auc["no_failure"] - auc[arm], seeds, test_sets)
             results[f"{key}_test_auc_loss"], results[f"{key}_test_auc_loss_half_interval"] = loss, half
             if half is not None and (loss + half < MARGIN or loss - half > MARGIN):
                 results[f"non_inferior_{arm}"] = loss + half < MARGIN
             if arm != "vanilla":
-                gain, half = paired_interval(auc[arm] - auc["vanilla"])
+                gain, half = paired_interval(auc[arm] - auc["vanilla"], seeds, test_sets)
                 results[f"{key}_test_auc_minus_vanilla"] = gain
                 results[f"{key}_test_auc_minus_vanilla_half_interval"] = half
     # Full recovery replays the steps it loses, to a bitwise equal state.
@@ -124,7 +124,7 @@ def main(config: Config) -> dict:
             placed = place_failures(config.failures, costs.total_hours, NODES, config.seed + seed)
             steps = job.steps(seed)
             run.log(job.run(scheme, seed, hours / costs.total_hours * steps, failures_in_steps(placed, steps)))
-    results = accuracies(run.metrics())
+    results = accuracies(run.metrics(), len(config.path or [0]))
     draw_accuracy(run.directory / "accuracy.png", results, config.failures)
     run.close(results, table(results))
     return results

@@ -52,8 +52,8 @@ def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
     return float((pls * loss).sum() / (pls * pls).sum())
 
 
-def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
-    """Slopes and correlations over all runs whose seed has a failure-free run."""
+def slopes_of(rows: list[dict], schemes, test_sets: int = 1) -> dict[str, Any]:
+    """Slopes and correlations over all runs whose seed has a failure-free run; test sets as in `paired_interval`."""
     base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
     results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
     by_seed: dict[str, np.ndarray] = {}
@@ -71,7 +71,8 @@ def slopes_of(rows: list[dict], schemes) -> dict[str, Any]:
             by_seed[f"{scheme}{short}"] = np.array([fit_line(pls[seed == s], loss[seed == s]) for s in sorted(base)])
     for scheme, short in itertools.product(schemes, ("", "_ne")):
         if scheme != "vanilla" and "vanilla" in schemes:
-            over, half = paired_interval(by_seed[f"{scheme}{short}"] - by_seed[f"vanilla{short}"])
+            less = by_seed[f"{scheme}{short}"] - by_seed[f"vanilla{short}"]
+            over, half = paired_interval(less, sorted(base), test_sets)
             results[f"{scheme}_slope{short}_minus_vanilla"] = over
             results[f"{scheme}_slope{short}_minus_vanilla_half_interval"] = half
             results[f"{scheme}_slope{short}_over_vanilla"] = (
@@ -134,7 +135,7 @@ def main(config: Config) -> dict:
         row = job.run(scheme, seed, every / costs.total_hours * steps, failures_in_steps(placed, steps))
         run.log(row | {"target_pls": target, "failures": failures, "failed_nodes": width})
     rows = run.metrics()
-    results = slopes_of(rows, config.schemes)
+    results = slopes_of(rows, config.schemes, len(config.path or [0]))
     draw(run, rows, results, config.schemes)
     run.close(results, table(results, config.schemes))
     return results

@@ -114,7 +114,8 @@ def main(config: Config) -> dict:
         arms = {model: [*flags, "--model", model] for model in config.models}
         of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
         found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
-        results = summary({model: [one["test_auc"] for one in its] for model, its in found.items()})
+        aucs = {model: [one["test_auc"] for one in its] for model, its in found.items()}
+        results = summary(aucs, seeds, len(paths) or 1)
         results |= {f"{model}_{seed}_auc": one["test_auc"] for model, its in found.items()
                     for seed, one in zip(seeds, its, strict=True)}  # fmt: skip
         results |= verdict(results, config.models)

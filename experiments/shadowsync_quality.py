@@ -251,8 +251,8 @@ def rule_of(arm: str) -> str:
     return arm.split("_")[1].partition("-")[0] if arm.startswith(("s_", "fr_")) else ""
 
 
-def results_of_arms(rows: list[dict]) -> dict[str, Any]:
-    """Contents of results.json, from the arms of all seeds."""
+def results_of_arms(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
+    """Contents of results.json, from the arms of all seeds; test sets as in `paired_interval`."""
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
     results: dict[str, Any] = {
@@ -265,13 +265,14 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
     def values(arm: str, n: int, key: str) -> np.ndarray:
         return np.array([found[arm, n, seed][f"test_{key}"] for seed in seeds])
 
+    interval = functools.partial(paired_interval, seeds=seeds, test_sets=test_sets)
     whole = [key for key in dict.fromkeys((a, n) for a, n, _ in found) if all((*key, seed) in found for seed in seeds)]
     for arm, n in whole:
         at = f"{arm}_trainers_{n}"
         auc, entropy = values(arm, n, "auc"), values(arm, n, "normalized_entropy")
-        change, half = paired_interval(auc - values("one_replica", 1, "auc"))
+        change, half = interval(auc - values("one_replica", 1, "auc"))
         base = values("one_replica", 1, "normalized_entropy")
-        relative, relative_half = paired_interval(100 * (entropy - base) / base)
+        relative, relative_half = interval(100 * (entropy - base) / base)
         results |= {
             f"test_auc_{at}": float(auc.mean()),
             f"auc_change_{at}": change,
@@ -282,14 +283,14 @@ def results_of_arms(rows: list[dict]) -> dict[str, Any]:
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
     for arm, n in (key for key in whole if (f"emulated_{key[0]}", key[1]) in whole):
-        change, half = paired_interval(values(arm, n, "auc") - values(f"emulated_{arm}", n, "auc"))
+        change, half = interval(values(arm, n, "auc") - values(f"emulated_{arm}", n, "auc"))
         at = f"{arm}_trainers_{n}"
         results |= {f"auc_over_twin_{at}": change, f"auc_over_twin_half_interval_{at}": half}
     for arm, n in (key for key in whole if key[0].startswith("s_")):
         twins = [key for key in whole if key[0].startswith("fr_") and rule_of(key[0]) == rule_of(arm) and key[1] == n]
         if twins:
             best = max(twins, key=lambda key: values(key[0], key[1], "auc").mean())
-            change, half = paired_interval(values(arm, n, "auc") - values(best[0], best[1], "auc"))
+            change, half = interval(values(arm, n, "auc") - values(best[0], best[1], "auc"))
             at = f"{arm}_trainers_{n}"
             results |= {f"best_foreground_of_{at}": best[0], f"auc_over_foreground_{at}": change}
             results[f"auc_over_foreground_half_interval_{at}"] = half
@@ -426,7 +427,7 @@ def main(config: Config) -> dict:
         same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
         for key in tqdm(todo, unit="arm", disable=None):
             run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
-    results = results_of_arms(run.metrics())
+    results = results_of_arms(run.metrics(), len(config.path or [0]))
     draw(run.directory, results)
     run.close(results, table(results))
     return results

@@ -117,8 +117,10 @@ def figure_of(results: Mapping[str, Any], metric: str) -> float:
     return results[metric]
 
 
-def summary(found: dict[str, list[float]]) -> dict[str, Any]:
+def summary(found: dict[str, list[float]], seeds: Sequence[int] = (), test_sets: int = 1) -> dict[str, Any]:
     """Return each arm's mean and deviation over seeds, and its paired difference from the first arm.
+
+    Seeds and test sets as in `paired_interval`.
 
     >>> flat = summary({"a": [1.0, 2.0], "b": [2.0, 4.0]})
     >>> flat["b_mean"], round(flat["b_deviation"], 3), flat["b_minus_first"], flat["first"]
@@ -131,7 +133,8 @@ def summary(found: dict[str, list[float]]) -> dict[str, Any]:
         results[f"{arm}_deviation"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
     for arm in others:
         differences = np.subtract(found[arm], found[first])
-        results[f"{arm}_minus_first"], results[f"{arm}_minus_first_half_width"] = paired_interval(differences)
+        results[f"{arm}_minus_first"], half = paired_interval(differences, seeds, test_sets)
+        results[f"{arm}_minus_first_half_width"] = half
     return results
 
 

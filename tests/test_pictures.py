@@ -66,10 +66,12 @@ def test_an_interval_is_given_in_two_digits(value, half):
 
 def test_an_interval_belongs_to_its_figure_wherever_the_word_stands():
     results = {"a_over_b_x": 2.0, "a_over_b_low_x": 1.0, "a_over_b_high_x": 3.0, "a_over_b_min_x": 0.5}
-    results |= {"loss": 5.0, "loss_half_interval": 1.0, "error_max": 7.0, "auc_mean": 0.5, "auc_sem": 0.1, "slow": 1}
+    results |= {"loss": 5.0, "loss_half_interval": 1.0, "error_max": 7.0, "auc": 0.5, "auc_half_width": 0.1, "slow": 1}
     found = figures(results)
-    assert found["a_over_b_x"] == (2.0, 1.0, 3.0) and found["loss"] == (5.0, 4.0, 6.0)
-    assert found.keys() == {"a_over_b_x", "loss", "error_max", "auc_mean", "slow"}
+    assert (
+        found["a_over_b_x"] == (2.0, 1.0, 3.0) and found["loss"] == (5.0, 4.0, 6.0) and found["auc"] == (0.5, 0.4, 0.6)
+    )
+    assert found.keys() == {"a_over_b_x", "loss", "error_max", "auc", "slow"}
 
 
 def test_units_stand_behind_values_and_not_in_names():

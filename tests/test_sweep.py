@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sweep
 from main import children
+from main.cli import paired_interval
 from main.signals import Stopped
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "sweep.py"
@@ -35,6 +36,18 @@ def test_differences_are_within_seeds():
     assert found["b_deviation"] > 0.3
     alone = sweep.summary({"a": [0.5], "b": [0.75]})
     assert alone["b_minus_first"] == 0.25 and alone["b_minus_first_half_width"] is None and alone["a_deviation"] is None
+
+
+def test_an_interval_over_seeds_that_share_test_sets_holds_its_share():
+    """And that of seeds taken as independent does not: a test set moves all of its seeds."""
+    rng, seeds, inside = np.random.default_rng(0), range(25), np.zeros(2)
+    for _ in range(2000):
+        differences = rng.standard_normal(5)[np.arange(25) % 5] + rng.standard_normal(25)
+        for at, (mean, half) in enumerate(
+            [paired_interval(differences, seeds, test_sets=5), paired_interval(differences)]
+        ):
+            inside[at] += abs(mean) < half
+    assert 0.935 < inside[0] / 2000 < 0.965 and inside[1] / 2000 < 0.8
 
 
 @pytest.mark.parametrize(

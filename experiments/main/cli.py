@@ -116,9 +116,23 @@ def refuse_small(config: object) -> None:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be a number of at least {least}.")
 
 
-def paired_interval(differences) -> tuple[float, float | None]:
-    """Return mean and half width of the 95 % interval of paired differences, one per seed; None for one seed."""
+def paired_interval(differences, seeds: Sequence[int] = (), test_sets: int = 1) -> tuple[float, float | None]:
+    """Return mean and half width of the 95 % interval of paired differences, one per seed; None for one seed.
+
+    Seeds that share one of several test sets are not independent: the interval is then that of the test sets' means.
+
+    Args:
+      differences: one per seed.
+      seeds: their numbers.
+      test_sets: number of test sets that the seeds take in turn.
+
+    >>> paired_interval([1.0, 3.0, 1.0, 3.0], range(4), test_sets=2) == paired_interval([1.0, 3.0])
+    True
+    """
     differences = np.asarray(differences, np.float64)
+    if test_sets > 1:
+        its = np.asarray(seeds) % test_sets
+        differences = np.array([differences[its == each].mean() for each in np.unique(its)])
     n = len(differences)
     if n < 2:
         return float(differences.mean()), None

@@ -1,8 +1,8 @@
 """Tables of results, with units and intervals.
 
 Results are flat, {key: value}, as in results.json. `KEY_low` and `KEY_high` are the ends of the interval of `KEY`,
-`KEY_half_interval` is half of its width; the word may also stand inside the key, before the name of a case
-(`a_over_b_low_CASE`). `KEY_min` and `KEY_max`, the least and the most of the rounds, are for the file only.
+`KEY_half_interval` or `KEY_half_width` is half of its width; the word may also stand inside the key, before the name of
+a case (`a_over_b_low_CASE`). `KEY_min` and `KEY_max`, the least and the most of the rounds, are for the file only.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _UNITS = {"ms": "ms", "mb": "MB", "percent": "%", "hours": "h", "seconds": "s", "minutes": "min"}
-_BESIDE = ("low", "high", "half_interval", "sem", "min", "max")
+_BESIDE = ("low", "high", "half_interval", "half_width", "min", "max")
 
 
 class Figure(NamedTuple):
@@ -46,8 +46,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     beside: dict[str, dict[str, Any]] = {}
     taken = set()
     for key, word in itertools.product(results, _BESIDE):
-        # A standard error belongs to a mean. A key that belongs to no other, such as `error_max`, is a figure itself.
-        of = key.replace("_sem", "_mean") if word == "sem" else re.sub(f"_{word}(?=_|$)", "", key)
+        of = re.sub(f"_{word}(?=_|$)", "", key)  # that of no other, such as `error_max`, is a figure itself
         if of != key and of in results:
             beside.setdefault(of, {})[word] = results[key]
             taken.add(key)
@@ -56,7 +55,7 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
 
 def _figure(value, beside):
     value = value.item() if isinstance(value, np.generic) else value
-    half = beside.get("half_interval")
+    half = beside.get("half_interval", beside.get("half_width"))
     if half is not None and value is not None:
         return Figure(value, value - half, value + half)
     return Figure(value, beside.get("low"), beside.get("high"))
