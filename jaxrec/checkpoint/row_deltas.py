@@ -230,6 +230,25 @@ def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
         yield {name: np.concatenate([parts[name] for parts in pieces])[order] for name in pieces[0]}
 
 
+def refuse_newer(directory: Path, found: list[Image]) -> None:
+    """Raise if an intact delta is newer than a chain and outside it; rename damaged ones."""
+    mine, step = {image.path.name for image in found}, found[-1].step if found else -1
+    known: Verified = {(image.path, None): None for image in found}
+    for path in deltas(directory):
+        if path.name in mine:
+            continue
+        try:
+            newer = read_manifest(path).step > step and verified_chain(path, known)
+        except DamagedImage:
+            mark_damaged(path)
+            continue
+        if newer:
+            raise ValueError(
+                f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove it, "
+                "or be in vain: go on from it (`restore` it, or base=newest(directory)), or give another directory."
+            )
+
+
 class RowCheckpointer(BackgroundSaver):
     """Background saver of row deltas of a run, one at a time while training continues.
 
@@ -262,30 +281,12 @@ class RowCheckpointer(BackgroundSaver):
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
         self._most = most_deltas
         try:
-            self._refuse_lost(found)
+            refuse_newer(self.directory, found)  # a commit removes the others
             self._reserve(found)
         except BaseException:
             self._lock.release()
             raise
         remove_partial(self.directory, "delta_")
-
-    def _refuse_lost(self, found):
-        """Check deltas outside the chain: rename damaged ones, raise for newer ones; a commit removes the others."""
-        mine, step = {image.path.name for image in found}, found[-1].step if found else -1
-        known: Verified = {(image.path, None): None for image in found}
-        for path in deltas(self.directory):
-            if path.name in mine:
-                continue
-            try:
-                newer = read_manifest(path).step > step and verified_chain(path, known)
-            except DamagedImage:
-                mark_damaged(path)
-                continue
-            if newer:
-                raise ValueError(
-                    f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove "
-                    "it: go on from it (`restore` it, or base=newest(directory)), or give another directory."
-                )
 
     def _reserve(self, found: list[Image]) -> None:
         """Set the parents of the next delta; also record the base on disk, so that no `Checkpointer` removes it."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
+from jaxrec.checkpoint.row_deltas import ancestors, refuse_newer
 from jaxrec.cpr.tracking import RowTracker, shard_rows
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
@@ -93,6 +94,8 @@ class Saves:
             if self._row_tracker:
                 row_checkpointer = RowCheckpointer(self.directory, base, self._most_deltas, checkpointer.run)
                 self._row_checkpointer = opened.enter_context(row_checkpointer)
+            else:  # else `restore` would return the rows of an abandoned timeline
+                refuse_newer(self.directory, ancestors(self.directory, base))
             # Set last: `opened` must be true only if both savers have the directory.
             self._checkpointer, self.regular, self._pending_regular = checkpointer, step, step
             return opened.pop_all()

@@ -483,6 +483,19 @@ def _(directory):
         pass
 
 
+@situation("going on without a scheme from an image before a delta", ValueError, "is newer than step_00000003")
+def _(directory):
+    base = save(directory, 3)
+    save_delta(directory, base, 6)
+    before = untouched(directory)
+    try:
+        with recovering(directory, state_of(3), image=read_manifest(base)):
+            pass
+    finally:
+        after = untouched(directory)
+        assert all(after[name] == before[name] for name in before)
+
+
 @situation("a warm start at step 0: its rows are no initial ones, and come back")
 def _(directory):
     with recovering(directory, state_of(0, fill=7), scheme=mfu()) as (engine, recovery):
