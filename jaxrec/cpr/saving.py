@@ -147,6 +147,8 @@ class Saves:
             if self._row_tracker:
                 self._row_tracker.await_pick(step)  # discarded, as all rows are saved
                 self._row_tracker.track_until(step)
+            # First, as the base starts trackers afresh: the last save's pick must not be subtracted from those.
+            self.settle()
             self.save_base(state)
         elif self._row_tracker:
             self._save_rows(state, step, self._row_tracker)
