@@ -588,6 +588,28 @@ def test_steps_that_the_hook_has_not_seen_are_told_and_all_rows_are_saved(tmp_pa
             run(engine, 16, 17, [recovery.hook, recovery.hook])
 
 
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
+def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_path, scheme):
+    def all_come_back():
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+        recovery.recover([0, 1, 2, 3])
+        restored, image = restore(tmp_path, fresh("host"))
+        found = [[rows_of(state, shard) for shard in range(4)] for state in (engine.state, restored)]
+        return image.step == 8 and all(map(same, found[0], wanted)) and all(map(same, found[1], wanted))
+
+    def copy_a_shard(tables):
+        return tables.with_shard("width_8", 1, {part: rows[2] for part, rows in tables.parts("width_8").items()})
+
+    with watched("host", tmp_path, scheme) as (engine, recovery):
+        run(engine, 0, 8, [recovery.hook])
+        recovery.save_whole()
+        engine.exclusive(copy_a_shard)
+        recovery.save_whole()
+        assert all_come_back()
+        engine.reset(run(Serial(fresh("host"), STEP), 32, 40))  # another state of step 8
+        assert all_come_back()
+
+
 UNSEEN = pytest.warns(UserWarning, match="steps 10 to 10 were trained without recovery.hook")
 
 

@@ -213,7 +213,8 @@ class Saves:
         step = int(state.dense.step)
         # Before the write: if it fails, the next save knows that deltas have no base.
         self._needs_base = self._needs_base or not must_succeed
-        self._checkpointer.save(state, self._figures(step, step))
+        # Replaced, as the state of a saved step may have changed, by `exclusive` or a reset.
+        self._checkpointer.save(state, self._figures(step, step), replace=True)
         if must_succeed:
             self._checkpointer.wait()
         elif not self._checkpointer.settle():
