@@ -13,6 +13,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of 
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,10 @@ def is_delta(name: str) -> bool:
 
 
 def compact(path: Path) -> Image:
-    """Merge all deltas of a chain, given its newest one, into one over the same base, and remove them.
+    """Merge all deltas of a chain, given its newest one, into one over the same base, which needs none of them.
 
-    The chain then takes at most the base and one copy of all rows. Takes host memory for the distinct rows of the
-    deltas and one delta. The caller holds the lock for saving rows.
+    Without them the chain takes at most the base and one copy of all rows. The merge takes host memory for the distinct
+    rows of the deltas and one delta. The caller holds the lock for saving rows, and removes the deltas.
     """
     found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]
@@ -203,10 +204,7 @@ def compact(path: Path) -> Image:
     about = small[-1]._asdict() | {"parents": {i.path.name: i.digest for i in found if not is_delta(i.path.name)}}
     for field in ("path", "format", "files", "digest"):
         about.pop(field)
-    merged = write_delta(path.parent, Snapshot(dense, about, _newest_rows(small)))
-    for image in small:
-        remove_directory(image.path)
-    return merged
+    return write_delta(path.parent, Snapshot(dense, about, _newest_rows(small)))
 
 
 def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
@@ -339,11 +337,16 @@ class RowCheckpointer(BackgroundSaver):
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
         self.chain = {**image.manifest["parents"], written.path.name: written.digest}
-        if sum(map(is_delta, self.chain)) > self._most:
-            self.bytes_written += written.nbytes
-            written = compact(written.path)
-            self.chain = {**written.parents, written.path.name: written.digest}
-        self._tidy()
+        # The rows are committed from here on: if the save counted as failed, they would be picked again and again.
+        try:
+            if sum(map(is_delta, self.chain)) > self._most:
+                merged = compact(written.path)
+                self.bytes_written += merged.nbytes
+                self.chain = {**merged.parents, merged.path.name: merged.digest}
+            self._tidy()
+        except OSError as error:
+            said = f"row deltas could not be merged or removed, and the next save tries again: {error}"
+            warnings.warn(said, stacklevel=2)
         return written
 
     def _tidy(self) -> None:
