@@ -26,7 +26,6 @@ from jaxrec.checkpoint.format import (
     leaves_of,
     load_arrays,
     number_of,
-    read_manifest,
     verify,
     write_image,
 )
@@ -256,16 +255,3 @@ def _leaf(number: int, part: str) -> str:
 def _writing(directory: Path) -> Lock:
     make_directory(directory)
     return Lock(directory / "tree.lock", "saving a tree in it")
-
-
-def newest_of(directory: str | Path) -> Path | None:
-    """Return the newest image or delta of a directory of trees, by step; for equal steps the delta.
-
-    >>> import tempfile
-    >>> newest_of(tempfile.mkdtemp()) is None
-    True
-    """
-    directory = local_path(directory)
-    found = [(read_manifest(path).step, path.name.startswith("delta_"), number_of(path), path)
-             for path in [*deltas(directory), *directory.glob("step_????????")]]  # fmt: skip
-    return max(found)[-1] if found else None
