@@ -65,6 +65,19 @@ def test_a_row_has_its_newest_value_and_what_was_not_asked_for_keeps_its_bits(tm
     )
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_a_tree_with_an_empty_leaf_is_saved_and_restored(tmp_path, shape):
+    with_empty = lambda seed: tree_of(seed) | {"empty": np.zeros(shape, np.float32)}
+    base = save_tree(tmp_path, with_empty(0), 1)
+    equal(restore_rows(base, with_empty(1)), with_empty(0))
+    delta = save_rows(tmp_path, base, {"['empty']": np.arange(shape[0]), "['scale']": None}, with_empty(2))
+    delta = save_rows(tmp_path, delta, {"['empty']": None}, with_empty(3))
+    equal(restore_rows(delta, with_empty(1)), with_empty(0) | {"scale": with_empty(2)["scale"]})
+    equal(restore_rows(delta, with_empty(1), {"['empty']": np.arange(shape[0])}), with_empty(1))
+    with pytest.raises(ValueError, match="other leaves"):
+        restore_rows(delta, tree_of(0) | {"empty": np.zeros((0, 7), np.float32)})
+
+
 def test_a_lost_device_of_a_sharded_tree_comes_back_alone(tmp_path):
     tree = tree_of(0, "sharded")
     base, later = save_tree(tmp_path, tree, 1), tree_of(1, "sharded")
