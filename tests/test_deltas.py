@@ -165,7 +165,7 @@ def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most
         for shard in range(shards):
             restore_shards(merged, tables, [shard])
         assert all((before[key] == rows).all() for key, rows in parts_of(tables, run.spec).items())
-        assert len(deltas(run.directory)) == 1 and not list(run.directory.glob("*.partial"))
+        assert len(chain(merged)) == base + 1 and not list(run.directory.glob("*.partial"))
 
 
 @pytest.mark.parametrize("base", [True, False])
@@ -312,6 +312,30 @@ def test_a_full_disk_is_told_and_tried_again_and_loses_nothing(tmp_path, monkeyp
     run.note(tables, rows)
     saver.wait()
     run.check(saver.newest(), shards=(2, 3))
+
+
+@pytest.mark.parametrize("failing", ["compact", "remove_directory"])
+def test_a_merge_that_fails_leaves_a_longer_chain_and_a_save_that_has_not_failed(tmp_path, monkeypatch, failing):
+    run = Saved(tmp_path)
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RowCheckpointer(tmp_path, run.path, most_deltas=2) as saver:
+        for step in range(1, 7):
+            tables, rows = run.state(step).tables, draw_rows(run.spec, step)
+            run.note(tables, rows)
+            with monkeypatch.context() as patched:
+                if step in (3, 4, 5):
+                    patched.setattr(f"jaxrec.checkpoint.row_deltas.{failing}", fail)
+                    with pytest.warns(UserWarning, match="could not be merged or removed.*No space left"):
+                        saver.save(tables, rows, step)
+                        assert saver.settle()
+                else:
+                    saver.save(tables, rows, step)
+                    assert saver.settle()
+            run.check(saver.newest(), shards=(1, 6))
+        assert not saver.failures and len(deltas(tmp_path)) <= 2
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A snapshot whose save meets lost shards is saved again after their recovery: whole, at the run's current step."""
 
+import contextlib
 import threading
 import traceback
 
@@ -97,6 +98,32 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         for shard in range(SPEC.shards):
             recovery.recover([shard])
         assert same(bits(engine.state), wanted)  # the last step's save holds all touched rows
+
+
+class NoSuccessor(contextlib.AbstractContextManager):
+    """A watcher that replaces no server."""
+
+    def recover(self, shards):
+        raise OSError("no machine is left")
+
+    def __exit__(self, *error):
+        pass
+
+
+@each
+def test_a_run_that_lost_shards_have_ended_goes_on_from_its_last_save(tmp_path, make):
+    """A snapshot that the reset dropped used to block the thread that picks ahead, and the next save."""
+    with make(mortal(save=2)) as engine:
+        engine.enter(NoSuccessor())
+        recovery = engine.enter(recovery_of(engine, tmp_path, 2))
+        with pytest.raises(OSError, match="no machine is left"):
+            list(engine.run(batches(40), [recovery.hook]))
+        wanted = Serial(restore(tmp_path, fresh("host"))[0], STEP)
+        engine.reset(restore(tmp_path, fresh("host"))[0])
+        assert engine.step == SAVE_EVERY
+        for each_engine, hooks in ((engine, [recovery.hook]), (wanted, [])):
+            list(each_engine.run(map(batch_at, range(SAVE_EVERY, 40)), hooks))
+        assert same(bits(engine.state), bits(wanted.state)) and recovery.failed == 0
 
 
 class Fading(MortalTables):

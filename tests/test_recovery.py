@@ -588,6 +588,54 @@ def test_steps_that_the_hook_has_not_seen_are_told_and_all_rows_are_saved(tmp_pa
             run(engine, 16, 17, [recovery.hook, recovery.hook])
 
 
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
+def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_path, scheme):
+    def all_come_back():
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+        recovery.recover([0, 1, 2, 3])
+        restored, image = restore(tmp_path, fresh("host"))
+        found = [[rows_of(state, shard) for shard in range(4)] for state in (engine.state, restored)]
+        return image.step == 8 and all(map(same, found[0], wanted)) and all(map(same, found[1], wanted))
+
+    def copy_a_shard(tables):
+        return tables.with_shard("width_8", 1, {part: rows[2] for part, rows in tables.parts("width_8").items()})
+
+    with watched("host", tmp_path, scheme) as (engine, recovery):
+        run(engine, 0, 8, [recovery.hook])
+        recovery.save_whole()
+        engine.exclusive(copy_a_shard)
+        recovery.save_whole()
+        assert all_come_back()
+        engine.reset(run(Serial(fresh("host"), STEP), 32, 40))  # another state of step 8
+        assert all_come_back()
+
+
+UNSEEN = pytest.warns(UserWarning, match="steps 10 to 10 were trained without recovery.hook")
+
+
+def test_rows_trained_after_a_base_are_saved_though_the_save_before_it_held_them(tmp_path):
+    """What that save held was subtracted from the trackers that the base starts afresh."""
+    with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
+        run(engine, 0, 9, [recovery.hook])  # saves at 8
+        run(engine, 9, 10)
+        with UNSEEN:
+            run(engine, 10, 24, [recovery.hook])  # a base at 16, the rows touched since at 24
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+        recovery.recover([0, 1, 2, 3])
+        assert all(same(rows_of(engine.state, shard), wanted[shard]) for shard in range(4)) and recovery.pls == 0
+
+
+def test_a_failed_save_of_rows_does_not_end_training_at_the_base_after_it(tmp_path):
+    with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
+        with in_the_way(tmp_path, 1):
+            run(engine, 0, 9, [recovery.hook])
+            until(lambda: recovery.failed_saves)
+        run(engine, 9, 10)
+        with FAILED, UNSEEN:
+            run(engine, 10, 20, [recovery.hook])
+        assert [path.name for path in images(tmp_path)] == ["step_00000016"] and len(recovery.failed_saves) == 1
+
+
 def test_a_recovery_whose_hook_was_forgotten_says_that_it_has_saved_nothing(tmp_path):
     with pytest.warns(UserWarning, match=r"steps 1 to 9 were trained without recovery.hook: hooks=\[recovery.hook\]"):
         with watched("host", tmp_path, "mfu") as (engine, _):

@@ -66,17 +66,13 @@ def test_interval_and_expected_pls_are_inverse(costs, pls):
     assert schedule.partial_interval(costs._replace(failed_nodes=1), pls) == pytest.approx(every * costs.failed_nodes)
 
 
-@given(costs=COSTS)
-def test_break_even_has_partial_recovery_above_and_full_recovery_below(costs):
-    even = schedule.break_even_pls(costs)
-    assume(even < 0.99)
-    above, below = (schedule.plan_recovery(costs, factor * even) for factor in (1.01, 0.99))
-    assert above.mode == "partial" and below.mode == "full"
-    assert above.expected_pls > 0 and below.expected_pls == 0
-    assert max(above.save_every_hours, below.save_every_hours) <= costs.total_hours
-    if schedule.full_interval(costs) <= costs.total_hours and costs.load_of("partial") == costs.load_hours:
-        closed = costs.failed_nodes * math.sqrt(2 * costs.save_hours / costs.mtbf_hours) / (4 * costs.nodes)
-        assert even == pytest.approx(closed)
+@given(costs=COSTS, pls=st.floats(1e-4, 1))
+def test_the_cheaper_recovery_is_planned_within_the_job(costs, pls):
+    within = {"full": schedule.full_interval(costs), "partial": schedule.partial_interval(costs, pls)}
+    totals = {mode: law(costs, mode, min(every, costs.total_hours)) for mode, every in within.items()}
+    plan = schedule.plan_recovery(costs, pls)
+    assert plan.expected_overhead.total == totals[plan.mode] == min(totals.values())
+    assert plan.save_every_hours <= costs.total_hours and (plan.expected_pls > 0) == (plan.mode == "partial")
 
 
 @given(costs=COSTS, every=HOURS)
@@ -85,12 +81,10 @@ def test_a_partial_recovery_has_a_load_of_its_own(costs, every):
     quick, slow = costs._replace(partial_load_hours=0.0), costs._replace(partial_load_hours=1.0)
     assert schedule.partial_overhead(slow, every).load == 1.0 / costs.mtbf_hours
     assert schedule.partial_overhead(quick, every).load == 0
-    assert schedule.break_even_pls(quick) <= schedule.break_even_pls(slow)
 
 
 def test_where_a_partial_recovery_loads_too_long_it_is_never_the_cheaper_one():
     costs = SETTING_A._replace(partial_load_hours=3.0)
-    assert schedule.break_even_pls(costs) == math.inf
     assert schedule.plan_recovery(costs, 1.0).mode == "full" != schedule.plan_recovery(SETTING_A, 1.0).mode
 
 

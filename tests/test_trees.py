@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrec.checkpoint import DamagedImage, deltas
-from jaxrec.checkpoint.trees import newest_of, restore_rows, rows_on, save_rows, save_tree
+from jaxrec.checkpoint.trees import restore_rows, rows_on, save_rows, save_tree
 
 V = 24
 ITEM = "['emb']['item']"
@@ -53,7 +53,6 @@ def test_a_row_has_its_newest_value_and_what_was_not_asked_for_keeps_its_bits(tm
         tip = save_rows(directory, tip, {ITEM: rows, "['scale']": None}, now, step)
         wanted["emb"]["item"][rows] = np.asarray(now["emb"]["item"])[rows]
         wanted["scale"] = np.asarray(now["scale"])
-    assert newest_of(directory) == tip
     live = tree_of(seed + 99, home)
     before = jax.tree.map(np.array, live)
     equal(restore_rows(tip, live), wanted)
@@ -64,6 +63,19 @@ def test_a_row_has_its_newest_value_and_what_was_not_asked_for_keeps_its_bits(tm
     assert jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), found) == jax.tree.map(
         lambda leaf: getattr(leaf, "sharding", None), live
     )
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_a_tree_with_an_empty_leaf_is_saved_and_restored(tmp_path, shape):
+    with_empty = lambda seed: tree_of(seed) | {"empty": np.zeros(shape, np.float32)}
+    base = save_tree(tmp_path, with_empty(0), 1)
+    equal(restore_rows(base, with_empty(1)), with_empty(0))
+    delta = save_rows(tmp_path, base, {"['empty']": np.arange(shape[0]), "['scale']": None}, with_empty(2))
+    delta = save_rows(tmp_path, delta, {"['empty']": None}, with_empty(3))
+    equal(restore_rows(delta, with_empty(1)), with_empty(0) | {"scale": with_empty(2)["scale"]})
+    equal(restore_rows(delta, with_empty(1), {"['empty']": np.arange(shape[0])}), with_empty(1))
+    with pytest.raises(ValueError, match="other leaves"):
+        restore_rows(delta, tree_of(0) | {"empty": np.zeros((0, 7), np.float32)})
 
 
 def test_a_lost_device_of_a_sharded_tree_comes_back_alone(tmp_path):
@@ -168,7 +180,7 @@ def test_a_killed_save_leaves_what_was_there(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(here), here])}
     killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True)
     assert killed.returncode == -9, killed.stderr
-    assert newest_of(tmp_path) == base and list(tmp_path.glob("*.partial"))
+    assert not deltas(tmp_path) and list(tmp_path.glob("*.partial"))
     delta = save_rows(tmp_path, base, {ITEM: np.arange(9)}, tree_of(1))
     wanted = tree_of(0)
     wanted["emb"]["item"][:9] = tree_of(1)["emb"]["item"][:9]

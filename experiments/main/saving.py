@@ -240,9 +240,9 @@ class Best(Checkpointer):
                 shutil.rmtree(path)
         super().__init__(run.directory / "best", keep=1, run=run.id)
 
-    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
+    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
         """Save a state and wait until it is on disk; return the blocking seconds."""
-        stall = super().save(state, extra)
+        stall = super().save(state, extra, replace)
         self.wait()
         return stall
 

@@ -203,7 +203,7 @@ class Checkpointer(BackgroundSaver):
         self._keep, self._copy = keep, copy
         remove_partial(self.directory, "step_")
 
-    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None) -> float:
+    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
         """Copy the state and start writing it; return the seconds that training waited.
 
         An intact image of the same step and spec is kept; one that is damaged or of another spec is replaced.
@@ -211,6 +211,7 @@ class Checkpointer(BackgroundSaver):
         Args:
           state: TrainState.
           extra: further JSON values to save, such as the data position.
+          replace: also replace an intact image, as of a state that was changed between two steps.
 
         Raises:
           ValueError: the saver is closed; the directory holds an intact image of a later step, which would be restored
@@ -222,7 +223,7 @@ class Checkpointer(BackgroundSaver):
         step = int(state.dense.step)
         self.check_no_newer_image(step)
         path = self.path_of(step)
-        if not is_intact(path) or read_manifest(path).spec != state.tables.spec.digest:
+        if replace or not is_intact(path) or read_manifest(path).spec != state.tables.spec.digest:
             image = snapshot(state, extra, self.run, copy=self._copy == "whole")
             if self._copy == "whole":
                 self._begin(self._write, path, image)

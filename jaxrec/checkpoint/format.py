@@ -6,6 +6,7 @@ and a load reads only verified files. A manifest names its run and, by digest, i
 different runs are never mixed.
 """
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ import orbax.checkpoint as ocp
 from jaxrec.files import PARTIAL, make_directory, sync
 
 MANIFEST, _DAMAGED = "manifest.json", ".damaged"
+_REPLACED = ".replaced"  # an image that gives way to a new one of its name
 
 
 def mark_damaged(path: Path) -> Path:
@@ -39,6 +41,10 @@ def mark_damaged(path: Path) -> Path:
 
 def images(directory: str | Path) -> list[Path]:
     """Return the committed images of a directory, newest step first; an image needs no other one."""
+    # Left by a process killed between the two renames of `_move`; the rename fails if the new image is there.
+    for replaced in Path(directory).glob(f"step_*{_REPLACED}"):
+        with contextlib.suppress(OSError):
+            os.rename(replaced, replaced.with_suffix(""))
     return _numbered(directory, "step_")
 
 
@@ -64,8 +70,9 @@ def number_of(path: Path) -> int:
 
 
 def remove_partial(directory: Path, prefix: str) -> None:
-    """Remove partial images of killed saves whose names start with a prefix; the caller holds their lock."""
-    for torn in directory.glob(f"{prefix}*{PARTIAL}"):
+    """Remove what killed saves have left of images whose names start with a prefix; the caller holds their lock."""
+    replaced = [path for path in directory.glob(f"{prefix}*{_REPLACED}") if path.with_suffix("").exists()]
+    for torn in [*directory.glob(f"{prefix}*{PARTIAL}"), *replaced]:
         shutil.rmtree(torn, ignore_errors=True)
 
 
@@ -164,15 +171,27 @@ def write_image(path: str | Path, image: Snapshot, replace: bool = False) -> Ima
     try:
         partial.mkdir()
         _write_files(partial, image)
-        damaged = mark_damaged(path) if path.exists() else None
-        os.rename(partial, path)
+        replaced = _move(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # frees the space on a full disk
         raise
     sync(path.parent)
-    if damaged is not None:
-        shutil.rmtree(damaged)
+    shutil.rmtree(replaced, ignore_errors=True)
     return read_manifest(path)
+
+
+def _move(partial, path):
+    """Rename a partial image into place, and the image that it replaces aside; return that one's path."""
+    replaced = path.with_name(path.name + _REPLACED)
+    while True:
+        try:
+            os.rename(partial, path)
+            return replaced
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a killed save, and `path` is newer
+        os.rename(path, replaced)  # again, if `images` has renamed it back meanwhile
 
 
 def _write_files(partial, image):

@@ -13,6 +13,7 @@ Legend: S shards, V rows of a stack, E embedding width, K slot width, n rows of 
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -190,10 +191,10 @@ def is_delta(name: str) -> bool:
 
 
 def compact(path: Path) -> Image:
-    """Merge all deltas of a chain, given its newest one, into one over the same base, and remove them.
+    """Merge all deltas of a chain, given its newest one, into one over the same base, which needs none of them.
 
-    The chain then takes at most the base and one copy of all rows. Takes host memory for the distinct rows of the
-    deltas and one delta. The caller holds the lock for saving rows.
+    Without them the chain takes at most the base and one copy of all rows. The merge takes host memory for the distinct
+    rows of the deltas and one delta. The caller holds the lock for saving rows, and removes the deltas.
     """
     found = chain(path)
     small = [image for image in found if is_delta(image.path.name)]
@@ -203,10 +204,7 @@ def compact(path: Path) -> Image:
     about = small[-1]._asdict() | {"parents": {i.path.name: i.digest for i in found if not is_delta(i.path.name)}}
     for field in ("path", "format", "files", "digest"):
         about.pop(field)
-    merged = write_delta(path.parent, Snapshot(dense, about, _newest_rows(small)))
-    for image in small:
-        remove_directory(image.path)
-    return merged
+    return write_delta(path.parent, Snapshot(dense, about, _newest_rows(small)))
 
 
 def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
@@ -228,6 +226,25 @@ def _newest_rows(small: list[Image]) -> Iterator[dict[str, np.ndarray]]:
         pieces = kept.pop(key)
         order = np.argsort(np.concatenate([parts[key + ROW_IDS] for parts in pieces]))
         yield {name: np.concatenate([parts[name] for parts in pieces])[order] for name in pieces[0]}
+
+
+def refuse_newer(directory: Path, found: list[Image]) -> None:
+    """Raise if an intact delta is newer than a chain and outside it; rename damaged ones."""
+    mine, step = {image.path.name for image in found}, found[-1].step if found else -1
+    known: Verified = {(image.path, None): None for image in found}
+    for path in deltas(directory):
+        if path.name in mine:
+            continue
+        try:
+            newer = read_manifest(path).step > step and verified_chain(path, known)
+        except DamagedImage:
+            mark_damaged(path)
+            continue
+        if newer:
+            raise ValueError(
+                f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove it, "
+                "or be in vain: go on from it (`restore` it, or base=newest(directory)), or give another directory."
+            )
 
 
 class RowCheckpointer(BackgroundSaver):
@@ -262,30 +279,12 @@ class RowCheckpointer(BackgroundSaver):
         super().__init__(directory, "rows", run or (found[-1].run if found else ""))
         self._most = most_deltas
         try:
-            self._refuse_lost(found)
+            refuse_newer(self.directory, found)  # a commit removes the others
             self._reserve(found)
         except BaseException:
             self._lock.release()
             raise
         remove_partial(self.directory, "delta_")
-
-    def _refuse_lost(self, found):
-        """Check deltas outside the chain: rename damaged ones, raise for newer ones; a commit removes the others."""
-        mine, step = {image.path.name for image in found}, found[-1].step if found else -1
-        known: Verified = {(image.path, None): None for image in found}
-        for path in deltas(self.directory):
-            if path.name in mine:
-                continue
-            try:
-                newer = read_manifest(path).step > step and verified_chain(path, known)
-            except DamagedImage:
-                mark_damaged(path)
-                continue
-            if newer:
-                raise ValueError(
-                    f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove "
-                    "it: go on from it (`restore` it, or base=newest(directory)), or give another directory."
-                )
 
     def _reserve(self, found: list[Image]) -> None:
         """Set the parents of the next delta; also record the base on disk, so that no `Checkpointer` removes it."""
@@ -338,11 +337,16 @@ class RowCheckpointer(BackgroundSaver):
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
         self.chain = {**image.manifest["parents"], written.path.name: written.digest}
-        if sum(map(is_delta, self.chain)) > self._most:
-            self.bytes_written += written.nbytes
-            written = compact(written.path)
-            self.chain = {**written.parents, written.path.name: written.digest}
-        self._tidy()
+        # The rows are committed from here on: if the save counted as failed, they would be picked again and again.
+        try:
+            if sum(map(is_delta, self.chain)) > self._most:
+                merged = compact(written.path)
+                self.bytes_written += merged.nbytes
+                self.chain = {**merged.parents, merged.path.name: merged.digest}
+            self._tidy()
+        except OSError as error:
+            said = f"row deltas could not be merged or removed, and the next save tries again: {error}"
+            warnings.warn(said, stacklevel=2)
         return written
 
     def _tidy(self) -> None:

@@ -26,7 +26,6 @@ from jaxrec.checkpoint.format import (
     leaves_of,
     load_arrays,
     number_of,
-    read_manifest,
     verify,
     write_image,
 )
@@ -57,7 +56,8 @@ def save_tree(directory: str | Path, tree: PyTree, step: int) -> Path:
     directory, leaves = local_path(directory), _arrays_of(tree)
     whole_number("step", step, 0)
     with _writing(directory):
-        arrays = {_leaf(i, "whole"): np.array(leaf) for i, leaf in enumerate(leaves.values())}
+        # Orbax refuses empty arrays; `restore_rows` keeps those of its tree.
+        arrays = {_leaf(i, "whole"): np.array(leaf) for i, leaf in enumerate(leaves.values()) if leaf.size}
         return write_image(directory / f"step_{step:08d}", Snapshot(arrays, _manifest(leaves, step, {}))).path
 
 
@@ -96,6 +96,8 @@ def save_rows(directory: str | Path, base: str | Path, rows: RowsOf, tree: PyTre
     arrays: dict[str, np.ndarray] = {}
     for name, ids in _checked(rows, leaves).items():
         number, leaf = list(leaves).index(name), leaves[name]
+        if not leaf.size:
+            continue
         if ids is None:
             arrays[_leaf(number, "whole")] = np.array(leaf)
         elif len(ids):
@@ -133,7 +135,7 @@ def restore_rows(path: str | Path, tree: PyTree, rows: RowsOf | None = None) -> 
     wanted = dict.fromkeys(leaves) if rows is None else _checked(rows, leaves)
     new = dict(leaves)
     for number, name in enumerate(leaves):
-        if name in wanted:
+        if name in wanted and leaves[name].size:
             value, ids = _value_of(found, number), wanted[name]
             new[name] = _placed(value, leaves[name]) if ids is None else _with_rows(leaves[name], ids, value[ids])
     return jax.tree.unflatten(jax.tree.structure(tree), list(new.values()))
@@ -256,16 +258,3 @@ def _leaf(number: int, part: str) -> str:
 def _writing(directory: Path) -> Lock:
     make_directory(directory)
     return Lock(directory / "tree.lock", "saving a tree in it")
-
-
-def newest_of(directory: str | Path) -> Path | None:
-    """Return the newest image or delta of a directory of trees, by step; for equal steps the delta.
-
-    >>> import tempfile
-    >>> newest_of(tempfile.mkdtemp()) is None
-    True
-    """
-    directory = local_path(directory)
-    found = [(read_manifest(path).step, path.name.startswith("delta_"), number_of(path), path)
-             for path in [*deltas(directory), *directory.glob("step_????????")]]  # fmt: skip
-    return max(found)[-1] if found else None

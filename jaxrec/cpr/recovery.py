@@ -362,6 +362,8 @@ class Recovery:
         self._finish_saves(self._seen_step)
         self._withdraw_save()
         self._saves.save_base(state, must_succeed=True)
+        if self._row_tracker:
+            self._row_tracker.end_snapshots()  # the engine drops those whose save met lost shards
         self._seen_step = int(state.dense.step)
 
     def _refuse_closed(self):

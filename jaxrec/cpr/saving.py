@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxrec.checkpoint import Checkpointer, Image, RowCheckpointer, images
+from jaxrec.checkpoint.row_deltas import ancestors, refuse_newer
 from jaxrec.cpr.tracking import RowTracker, shard_rows
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.types import ShardsLost, TrainState
@@ -93,6 +94,8 @@ class Saves:
             if self._row_tracker:
                 row_checkpointer = RowCheckpointer(self.directory, base, self._most_deltas, checkpointer.run)
                 self._row_checkpointer = opened.enter_context(row_checkpointer)
+            else:  # else `restore` would return the rows of an abandoned timeline
+                refuse_newer(self.directory, ancestors(self.directory, base))
             # Set last: `opened` must be true only if both savers have the directory.
             self._checkpointer, self.regular, self._pending_regular = checkpointer, step, step
             return opened.pop_all()
@@ -144,6 +147,8 @@ class Saves:
             if self._row_tracker:
                 self._row_tracker.await_pick(step)  # discarded, as all rows are saved
                 self._row_tracker.track_until(step)
+            # First, as the base starts trackers afresh: the last save's pick must not be subtracted from those.
+            self.settle()
             self.save_base(state)
         elif self._row_tracker:
             self._save_rows(state, step, self._row_tracker)
@@ -208,7 +213,8 @@ class Saves:
         step = int(state.dense.step)
         # Before the write: if it fails, the next save knows that deltas have no base.
         self._needs_base = self._needs_base or not must_succeed
-        self._checkpointer.save(state, self._figures(step, step))
+        # Replaced, as the state of a saved step may have changed, by `exclusive` or a reset.
+        self._checkpointer.save(state, self._figures(step, step), replace=True)
         if must_succeed:
             self._checkpointer.wait()
         elif not self._checkpointer.settle():

@@ -243,29 +243,6 @@ def partial_interval(costs: Costs, target_pls: float) -> float:
     return 2 * target_pls * costs.nodes * costs.mtbf_hours / costs.failed_nodes
 
 
-def break_even_pls(costs: Costs) -> float:
-    """Return the target PLS above which partial recovery is cheaper; derived from eqs. (1) to (6).
-
-    With F of eq. (3), T = min(F, T_total), and D the load time of a full recovery minus that of a partial one, eq. (2)
-    equals eq. (1) at T_save = T F^2 / (F^2 + T^2 + 2 D T). With D = 0, as we recall the paper, that is F / 2 if the job
-    is longer than F: PLS = m sqrt(2 O_save / T_fail) / (4 N_emb).
-
-    Args:
-      costs: costs of the job.
-
-    Returns:
-      A fraction of the samples of the job; inf if partial recovery loads for so long that it is never cheaper.
-
-    >>> print(f"{break_even_pls(SETTING_A):.6f} {break_even_pls(SETTING_B):.6f}")
-    0.002556 0.002408
-    """
-    best = full_interval(costs)
-    used = min(best, costs.total_hours)
-    below = best**2 + used**2 + 2 * (costs.load_hours - costs.load_of("partial")) * used
-    every = used * best**2 / below if below > 0 else math.inf
-    return expected_pls(costs, every) if every < costs.total_hours else math.inf
-
-
 def plan_recovery(costs: Costs, target_pls: float) -> RecoveryPlan:
     """Choose partial recovery if it is cheaper than full recovery, each with its own save interval.
 

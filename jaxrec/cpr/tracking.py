@@ -323,6 +323,11 @@ class RowTracker:
         if done := self._snapshots.pop(step, None):
             done.set()
 
+    def end_snapshots(self) -> None:
+        """End all snapshots, as a pick may wait for one."""
+        for step in list(self._snapshots):
+            self.end_snapshot(step)
+
     def pick_ahead(self, step: int, save_step: int, settle: Callable[[], None]) -> None:
         """Start to pick the rows of the next save, in the picker thread.
 
@@ -356,8 +361,7 @@ class RowTracker:
         """Discard picks made ahead, as rows change outside training; not to be called while a snapshot is saved."""
         # Lost shards have delayed these snapshots: the picker would wait for them, and this thread for the picker.
         unsaved = list(self._snapshots)
-        for step in unsaved:
-            self.end_snapshot(step)
+        self.end_snapshots()
         for save_step in list(self._picks):
             with contextlib.suppress(ShardsLost):  # a server died during the pick
                 self.await_pick(save_step)
@@ -378,9 +382,7 @@ class RowTracker:
 
     def close(self) -> None:
         """End the picker thread."""
-        for step in list(self._snapshots):  # they will never be saved
-            self.end_snapshot(step)
-        # After the snapshots: a pick may wait for one.
+        self.end_snapshots()  # they will never be saved
         self._picker.shutdown()
 
 

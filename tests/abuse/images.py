@@ -304,6 +304,56 @@ def _(directory):
     assert all(after[name] == before[name] for name in before)
 
 
+@contextlib.contextmanager
+def while_replaced(path, act):
+    """Call `act` whenever an image has moved aside, right before the new one gets its name."""
+    rename = os.rename
+
+    def watched(source, target):
+        if (Path(source).suffix, Path(target)) == (".partial", path) and not path.exists():
+            act()
+        rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", watched)
+        yield
+
+
+def die():
+    raise SystemExit
+
+
+@situation("a save that ends right before the image that it replaces has its successor: the image stays")
+def _(directory):
+    path, new = save(directory, 3), snapshot(state_of(3, fill=8), run="run")
+    with while_replaced(path, die), pytest.raises(SystemExit):
+        write_image(path, new, replace=True)
+    assert not path.exists()  # as after kill -9
+    state, image = restore(directory, state_of())
+    assert image.path == path and value(state, 1) == 3
+    with while_replaced(path, die), pytest.raises(SystemExit):
+        write_image(path, new, replace=True)
+    with Checkpointer(directory, run="run"):
+        assert images(directory) == [path] and not list(directory.glob("*.replaced"))
+
+
+@situation("an image is replaced while another process lists the directory")
+def _(directory):
+    path, listed = save(directory, 3), []
+    with while_replaced(path, lambda: listed or listed.append(images(directory))):
+        write_image(path, snapshot(state_of(3, fill=8), run="run"), replace=True)
+    assert listed == [[path]] and value(restore(directory, state_of())[0], 1) == 8
+
+
+@situation("an image whose successor is there is removed when the next saver begins, and does not return")
+def _(directory):
+    path = save(directory, 3)
+    old = shutil.copytree(path, path.with_suffix(".replaced"))
+    assert images(directory) == [path] and old.exists()
+    with Checkpointer(directory, run="run"):
+        assert not old.exists() and images(directory) == [path]
+
+
 @situation("a partial image of a save that was killed goes when the next saver begins")
 def _(directory):
     (directory / "step_00000003.partial" / "arrays.0000").mkdir(parents=True)
@@ -481,6 +531,19 @@ def _(directory):
     save(directory, 6)
     with recovering(directory, state_of(3), image=older):
         pass
+
+
+@situation("going on without a scheme from an image before a delta", ValueError, "is newer than step_00000003")
+def _(directory):
+    base = save(directory, 3)
+    save_delta(directory, base, 6)
+    before = untouched(directory)
+    try:
+        with recovering(directory, state_of(3), image=read_manifest(base)):
+            pass
+    finally:
+        after = untouched(directory)
+        assert all(after[name] == before[name] for name in before)
 
 
 @situation("a warm start at step 0: its rows are no initial ones, and come back")
