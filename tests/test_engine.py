@@ -611,11 +611,16 @@ def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_co
         assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
         bad = batch_at(1)
         bad.weight[2] = -1
-        stream = iter([batch_at(0), bad, batch_at(2)])
-        with pytest.raises(ValueError, match=r"weight\[2\] is -1"):
-            list(engine.run(stream))
-        list(engine.run(stream))
-    assert engine.step == 14
+        # The second one is refused by the loss, when the step is traced.
+        for refused, message in (
+            (bad, r"weight\[2\] is -1"),
+            (batch_at(1)._replace(label=np.zeros((8, 3), np.float32)), "shape"),
+        ):
+            stream = iter([batch_at(0), refused, batch_at(2)])
+            with pytest.raises(ValueError, match=message):
+                list(engine.run(stream))
+            assert len(list(engine.run(stream))) == 1
+    assert engine.step == 16
 
 
 @each

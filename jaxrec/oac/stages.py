@@ -37,23 +37,24 @@ from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.types import Array, Batch, DenseState, Plan, Rows, ShardsLost
 
 
+class Inputs(NamedTuple):
+    """Plans and batch: leaves that device programs read are on the device, the others on the host."""
+
+    plans: dict[str, Plan]
+    batch: Batch
+
+
 class Planned(NamedTuple):
     """A planned batch of the stream, with its own copies of the arrays."""
 
     number: int
     batch: Batch
     plans: dict[str, Plan]
+    reads: Inputs  # of bool: leaves that device programs read
     # i32[S, U] place of each row in the ring, -1 where the gathered row will be valid.
     source: dict[str, np.ndarray]
     # bool[S, U] rows to write back; later batches clear the rows that they will rewrite.
     keep: dict[str, np.ndarray]
-
-
-class Inputs(NamedTuple):
-    """Plans and batch: leaves that device programs read are on the device, the others on the host."""
-
-    plans: dict[str, Plan]
-    batch: Batch
 
 
 class Loaded(NamedTuple):
@@ -147,13 +148,12 @@ class DeviceStep:
         """Return the rows to write back, on the device: see `ring.kept`."""
         return self._programs["kept"](rows, bits, tuple(size.items()))
 
-    def reads(self, planned: Planned) -> Inputs:
+    def reads(self, inputs: Inputs) -> Inputs:
         """Return which leaves of plans and batch the programs of a step read, as Inputs of bool."""
-        inputs = Inputs(planned.plans, planned.batch)
         leaves, structure = jax.tree.flatten(inputs)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         if key not in self._read:
-            dense, rows = jax.tree.map(shape_of, self.dense), self._rows_of(planned)
+            dense, rows = jax.tree.map(shape_of, self.dense), self._rows_of(inputs.plans)
             traced = self._jitted.trace(dense, rows, *jax.tree.map(shape_of, inputs))
             check_returned(dense, rows, traced.out_info)
             # The same dead-code elimination by which `jit` drops unused arguments.
@@ -165,13 +165,13 @@ class DeviceStep:
             self._read[key] = found
         return self._read[key]
 
-    def _rows_of(self, planned):
+    def _rows_of(self, plans):
         def rows(name, plan):
             shape = lambda part: jax.ShapeDtypeStruct((*plan.unique.shape, part.width), part.dtype)
             parts = {part: shape(one) for part, one in self._layout[name].items()}
             return Rows(parts.pop("value"), parts)
 
-        return {name: rows(name, plan) for name, plan in planned.plans.items()}
+        return {name: rows(name, plan) for name, plan in plans.items()}
 
     def commit(self, item: Item, floor: int) -> tuple[Committed, dict]:
         """Run the step of a loaded batch, as `ring.commit`, and replace `dense`; return updated rows and metrics.
@@ -277,7 +277,7 @@ class Stages:
         self.items: dict[int, Item] = {}
         self.counters: collections.Counter = collections.Counter()
         self._device_step, self._send, self._fetch, self._placement = device_step, send, fetch, placement
-        self._lock = threading.Lock()  # guards the counters and `DeviceStep.reads`
+        self._lock = threading.Lock()  # guards the counters
 
     def plan(self, batch: Batch, number: int) -> Planned:
         """Plan a batch; must be called in batch order."""
@@ -285,9 +285,12 @@ class Stages:
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         validate.check_batch(self.tables.spec, plans, batch)
         self.capacity = capacity_of(plans)
+        # Traced here, not before the transfer: a batch that the step refuses is no more returned to the stream than one
+        # that cannot be planned.
+        reads = self._device_step.reads(Inputs(plans, batch))
         source = self.last.sources(plans, number) if self.last else {}
         keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_rewritten else {}
-        return Planned(number, batch, plans, source, keep)
+        return Planned(number, batch, plans, reads, source, keep)
 
     def enter(self, planned: Planned, floor: int, committed: int) -> None:
         """Store a planned batch, and clear the rows that it will rewrite from `keep` of earlier batches."""
@@ -309,9 +312,7 @@ class Stages:
 
     def send_inputs(self, planned: Planned) -> Inputs:
         """Send the leaves of plans and batch that the device reads; they never become stale."""
-        inputs = Inputs(planned.plans, planned.batch)
-        with self._lock:  # the first loader traces the step, the others wait for its result
-            reads = self._device_step.reads(planned)
+        inputs, reads = Inputs(planned.plans, planned.batch), planned.reads
         read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
         sent = self._send_counted(tuple(read), "inputs")
         # The other leaves are still arguments of the step; `jit` drops them before any transfer.
