@@ -220,8 +220,8 @@ class Engine:
           (TrainState, metrics) after every batch; the state is donated to the next step.
 
         Raises:
-          FloatingPointError: a loss is not finite; the error gives the step. Losses are checked every 100 steps and
-            when a run ends.
+          FloatingPointError: a loss is not finite; the error gives the step. Losses are checked every 100 steps,
+            before a snapshot, which is not taken then, and when a run ends.
           ShardsLost: shards were lost, and no watcher can recover them.
           ValueError: another run is active; as the step.
         """
@@ -580,6 +580,7 @@ class Serial(Engine):
         while save := self._snapshots.at(self.step):
             self._recover(self._lost_shards)
             try:
+                self._losses.check()  # a state that is not finite must not take the place of a good image
                 save(self._state)
             except ShardsLost as lost:  # retried after recovery
                 self._lost_shards.update(lost.shards)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -366,6 +367,21 @@ def test_a_loss_that_is_not_finite_is_told_though_the_run_was_left(make):
         for _ in engine.run([batch_at(0), bad, batch_at(2), batch_at(3)]):
             if engine.step == 3:
                 break
+
+
+@each
+@pytest.mark.parametrize("hooks", [[], [failing_at(4)]], ids=["", "a hook fails"])
+def test_a_cut_of_a_state_whose_loss_is_not_finite_is_not_saved(make, hooks):
+    """It would take the place of a good image, and a few steps later all images would be of no use."""
+    saved, batches = [], [batch_at(index) for index in range(6)]
+    batches[2].label[2] = np.nan
+    with make() as engine:
+        for step in (2, 4):
+            engine.snapshot_at(step, lambda state: saved.append(int(state.dense.step)))
+        with pytest.raises((FloatingPointError, KeyError)) as raised:
+            list(engine.run(batches, hooks))
+    said = "".join(traceback.format_exception(raised.value))
+    assert "the loss is nan at step 3" in said and engine.step == 4 and saved == [2]
 
 
 @each

@@ -123,7 +123,7 @@ class Pipeline(Engine):
         transfers = send or jax.device_put, fetch or fetch_whole, placement
         self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
-        self._snapshots = SnapshotSaver(self._stages, self._device_step)
+        self._snapshots = SnapshotSaver(self._stages, self._device_step, self._losses)
         self._progress = TableProgress(tables, counted=not options.adds and not options.skip_rewritten)
         # The tables of yielded states, which refuse to be read while they lag.
         self._guarded_tables: HostTables | GuardedTables = tables

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrec.engine import RecoveryCounter, SnapshotSchedule, result_or_error
+from jaxrec.engine import Losses, RecoveryCounter, SnapshotSchedule, result_or_error
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Item, Stages
@@ -224,15 +224,26 @@ class Begun(NamedTuple):
 class SnapshotSaver(SnapshotSchedule):
     """The snapshots of a pipeline, each saved in its own thread."""
 
-    def __init__(self, stages: Stages, device_step: DeviceStep):
+    def __init__(self, stages: Stages, device_step: DeviceStep, losses: Losses):
         super().__init__()
-        self._stages, self._device_step = stages, device_step
+        self._stages, self._device_step, self._losses = stages, device_step, losses
         # Snapshots whose saves met lost shards; saved again after the recovery.
         self._missed: list[Begun] = []
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begin the snapshots missed because of lost shards, and the snapshot of the step just committed, if any."""
-        for _ in range(len(self._missed)):
+        """Begin the snapshots missed because of lost shards, and the snapshot of the step just committed, if any.
+
+        If a loss is not finite they are dropped, as such a state must not take the place of a good image.
+        """
+        missed = len(self._missed)
+        try:
+            if missed or self.at(step):
+                self._losses.check()
+        except FloatingPointError:
+            self._missed = []
+            self.remove(step)
+            raise
+        for _ in range(missed):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
         if save := self.at(step):
             self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.remove(step))
