@@ -144,6 +144,7 @@ def gradients(
 
 def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     """Return the gradients with respect to params and to values, metrics, and the new variables."""
+    batch = _finite_where_unweighted(batch)
 
     def objective(params, values):
         if sharded:
@@ -168,6 +169,17 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
         value = jax.lax.pmean(jax.lax.psum(value, DATA), REPLICA)
         weight = jax.lax.psum(weight, REPLICA)
     return gradient, row_gradients, {"loss": value, "weight": weight, **figures}, variables
+
+
+def _finite_where_unweighted(batch):
+    """Replace what is not finite in examples of weight 0: their weight does not cancel it, as 0 * NaN is NaN."""
+
+    def finite(leaf):
+        counts = jnp.expand_dims(batch.weight > 0, tuple(range(1, jnp.ndim(leaf))))
+        return jnp.where(counts, leaf, jnp.nan_to_num(leaf, posinf=0, neginf=0))
+
+    dense, label = jax.tree.map(finite, (batch.dense, batch.label))
+    return batch._replace(dense=dense, label=label)
 
 
 def step_dense(dense: DenseState, gradient: PyTree, optimizer: optax.GradientTransformation) -> DenseState:

@@ -13,7 +13,7 @@ PyTree = Any
 
 
 class Batch(NamedTuple):
-    """A batch of examples; an example of weight 0 is padding and updates nothing."""
+    """A batch of examples; one of weight 0 is padding and updates nothing, even if its label or features are NaN."""
 
     ids: Array  # {lookup: i32[B, ...]}, -1 for missing ids
     dense: Array  # f32[B, N]

@@ -115,6 +115,25 @@ def test_a_step_without_examples_changes_no_row():
         np.testing.assert_array_equal(dense_table(after.tables, n), old)
 
 
+@pytest.mark.parametrize(("devices", "home"), [(1, "device"), (1, "host"), (4, "device")])
+def test_an_example_of_weight_0_updates_nothing_though_its_label_and_features_are_not_finite(devices, home):
+    """Weighting the loss alone would leave gradients of 0 * NaN; finite values there give the same bits."""
+    mesh, rows, optimizer = jaxrec.make_mesh(1, jax.devices()[:devices]), rowwise_adagrad(0.1), optax.adam(0.01)
+    step, found = jaxrec.make_train_step(SPEC, loss, optimizer, rows, mesh), []
+    for fill in (None, np.nan, -np.inf):
+        tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
+        batch = batch_of(0, padding=5)
+        if fill is not None:
+            batch.label[-5:] = batch.dense[-5:, 1] = fill
+        state = jaxrec.init_state(params(), optimizer, tables, mesh)
+        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        found.append([np.array(x) for x in (*leaves(state), metrics["loss"])])
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, found[0])
+    batch.weight[-1] = 0.5  # negative control
+    assert not np.isfinite(step(state, plan(SPEC, batch.ids), batch)[1]["loss"])
+
+
 def test_replicas_step_on_their_own_batches():
     """Each replica's dense part equals a step on its half batch; row gradients are the sum of both."""
     state, _ = train(4, replicas=2, steps=1)
