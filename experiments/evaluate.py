@@ -164,6 +164,7 @@ class Predictions(NamedTuple):
 
     logit: np.ndarray  # f32[n]
     label: np.ndarray | None  # u8[n]
+    weight: np.ndarray  # f32[n], above 0
     total: metrics.Evaluation  # meaningful with labels only; accumulated batch by batch, as in training
     fields: dict[str, np.ndarray]  # {requested field: i32[n]}
 
@@ -178,7 +179,7 @@ def predict(
 ) -> Predictions:
     """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
     step, total = job.eval_step(), metrics.empty_evaluation()
-    logits, labels, kept = [], [], []
+    logits, labels, weights, kept = [], [], [], []
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
@@ -186,31 +187,36 @@ def predict(
             total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
+            weights.append(batch.weight[counts])
             kept.append({name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields).items()})
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
     columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
-    return Predictions(np.concatenate(logits), np.concatenate(labels) if examples.labelled else None, total, columns)
+    label = np.concatenate(labels) if examples.labelled else None
+    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns)
 
 
 def figures(found: Predictions) -> dict[str, Any]:
     """Return the figures for results.json: quality if the rows are labelled, and tenths by prediction."""
-    probability = found.probability
+    probability, weight = found.probability, found.weight.astype(np.float64)
     results: dict[str, float] = {"rows": len(found.logit)}
     if found.label is not None:
         quality = metrics.summarize(found.total)
         results |= {key: quality[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
         results |= {"mean_label": quality["label_mean"]}
-    results |= {"mean_prediction": float(probability.mean())}
+    results |= {"mean_prediction": float(np.average(probability, weights=weight))}
     order = np.argsort(probability, kind="stable")
     for number, rows in enumerate(np.array_split(order, min(TENTHS, len(order))), 1):
-        results |= {f"tenth_{number}_rows": len(rows), f"tenth_{number}_predicted": float(probability[rows].mean())}
+        predicted = float(np.average(probability[rows], weights=weight[rows]))
+        results |= {f"tenth_{number}_rows": len(rows), f"tenth_{number}_predicted": predicted}
         if found.label is not None:
-            results |= of_tenth(f"tenth_{number}", float(found.label[rows].sum()), len(rows), probability[rows].sum())
+            clicked = float(np.average(found.label[rows], weights=weight[rows]))
+            size = float(weight[rows].sum() ** 2 / (weight[rows] ** 2).sum())  # effective (Kish, 1965)
+            results |= of_tenth(f"tenth_{number}", clicked * size, size, predicted * size)
     return {key: value if math.isfinite(value) else None for key, value in results.items()}
 
 
-def of_tenth(key: str, clicks: float, rows: int, predicted: float) -> dict[str, float]:
+def of_tenth(key: str, clicks: float, rows: float, predicted: float) -> dict[str, float]:
     """Return the share of clicks with its 95 % interval (Wilson, JASA 1927), and predicted over observed clicks.
 
     >>> {key: round(value, 3) for key, value in of_tenth("t", 10.0, 100, 12.0).items()}
@@ -250,7 +256,7 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
-        of_parts = subsets.figures(found.logit, found.label, found.fields, *asked)
+        of_parts = subsets.figures(found.logit, found.label, found.weight, found.fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:

@@ -93,7 +93,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     mesh = mesh_of(config)
     job = make_job(config, data)
     initial = job.state(home.tables(job, mesh), config.seed, mesh)
-    state, image, past = resumed(run, as_saved(config, job, initial, mesh))
+    state, image, past = resumed(run, as_saved(config, job, initial, mesh), data.vocabulary_digest)
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         techniques = Techniques(config, engine)
@@ -165,8 +165,7 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
         def at_rest(tables):
             rested = state._replace(tables=tables)
             saves.ensure_image(rested)
-            if recorder.look(rested, step, step_metrics) and best and recorder.is_best(step):
-                best.save(rested)
+            recorder.look(rested, step, step_metrics, best)
             return tables
 
         if recorder.due(step) and not asked:

@@ -65,7 +65,7 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
         np.bincount(place, weight * label, BINS),
         np.bincount(place, weight * (1 - label), BINS),
         float(np.sum(weight * (np.logaddexp(0, logit) - label * logit))),
-        float(np.sum(weight / (1 + np.exp(-logit)))),
+        float(np.sum(weight / (1 + np.exp(-np.maximum(logit, -700))))),
         int(np.sum(weight > 0)),
     )
 
@@ -85,9 +85,10 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     """Compute metrics from statistics.
 
     Returns:
-      auc (streaming: exact except for pairs of logits closer than 6e-4); log_loss, the mean of -log p(label) with p =
-      sigmoid(logit); normalized_entropy, log loss over the entropy of the label mean, so that the best constant has 1
-      (He et al., ADKDD 2014, eq. 1); calibration (mean prediction over label mean); label_mean; examples.
+      auc (streaming: exact except for pairs of logits closer than 6e-4, or both above 20, or both below -20); log_loss,
+      the mean of -log p(label) with p = sigmoid(logit); normalized_entropy, log loss over the entropy of the label
+      mean, so that the best constant has 1 (He et al., ADKDD 2014, eq. 1); calibration (mean prediction over label
+      mean); label_mean; examples.
     """
     clicks = float(evaluation.positives.sum())
     total = clicks + float(evaluation.negatives.sum())

@@ -200,8 +200,8 @@ def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch)
     flags = EXACT["easgd in the foreground"]
     train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
 
-    def forgetful(run, state):
-        found, *rest = resumed(run, state)
+    def forgetful(run, state, digest):
+        found, *rest = resumed(run, state, digest)
         kept = found.dense.opt_state._replace(memory=state.dense.opt_state.memory)
         return found._replace(dense=found.dense._replace(opt_state=kept)), *rest
 
@@ -297,6 +297,41 @@ def test_a_state_whose_evaluation_was_left_off_is_not_taken_for_the_best(tmp_pat
         train.main(dataclasses.replace(TINY, **flags))
     assert [read_manifest(path).step for path in images(tmp_path / "best")] == [8] * look
     assert train.main(dataclasses.replace(TINY, **flags, resume=True))["steps"] == 24
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_in_saving_its_best_state_evaluates_it_again(tmp_path, monkeypatch):
+    """Else the last state would be tested in its place."""
+    flags = HOST | {"patience": 2}
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+
+    def full(saver, state, *args):
+        raise OSError("no space left")
+
+    config = dataclasses.replace(TINY, workdir=tmp_path / "cut", **flags)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(train.Best, "save", full)
+        train.main(config)
+    assert not (tmp_path / "cut" / "metrics.jsonl").exists() or not rows_of(tmp_path / "cut")
+    assert train.main(dataclasses.replace(config, resume=True))["test_auc"] == whole["test_auc"]
+    assert differences(tmp_path / "whole", tmp_path / "cut") == []
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_with_another_vocabulary(tmp_path, monkeypatch):
+    config = dataclasses.replace(TINY, workdir=tmp_path, **HOST)
+    for digest in ("one", "another", "one"):
+        with monkeypatch.context() as patch:
+            change_data(patch, lambda data, digest=digest: data._replace(vocabulary_digest=digest))
+            if digest == "another":
+                with pytest.raises(ValueError, match="was trained with another vocabulary"):
+                    train.main(dataclasses.replace(config, resume=True))
+            elif not images(tmp_path / "checkpoints"):
+                with pytest.raises(Stopped):
+                    stop_the_stream(patch, STOP_AT)
+                    train.main(config)
+            else:
+                assert train.main(dataclasses.replace(config, resume=True))["last_state_saved"]
 
 
 def signalled_at(batches, counts, wanted):

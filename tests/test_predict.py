@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from main import subsets
 from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
@@ -353,13 +354,39 @@ def test_tenths_hold_all_rows_and_what_was_clicked():
     draw = np.random.default_rng(0)
     logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
     total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
-    found = evaluate.figures(evaluate.Predictions(logit, label, total, {}))
+    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}))
     of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
     assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
     assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
     assert (of("rows") * of("predicted")).sum() == pytest.approx((1 / (1 + np.exp(-logit.astype(float)))).sum())
     np.testing.assert_allclose(of("calibration"), of("predicted") / of("clicked"))
     assert ((of("clicked_low") < of("clicked")) & (of("clicked") < of("clicked_high"))).all()
+
+
+@pytest.mark.parametrize("weight", [[1, 2, 3], [1, 1, 1]])
+def test_a_weight_is_as_many_equal_rows(weight):
+    draw = np.random.default_rng(0)
+    logit, label, user = draw.normal(size=600), (draw.random(600) < 0.3).astype(np.uint8), draw.integers(0, 5, 600)
+    weight = np.tile(np.float32(weight), 200)
+
+    def figures(logit, label, weight, user):
+        total = evaluate.metrics.evaluate_batch(logit, label, weight)
+        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}))
+        parts = subsets.figures(logit, label, weight, {"user": user}, "user", ["user"], 0)
+        return found | {key: value for key, value in parts.items() if not key.endswith(("examples", "counted"))}
+
+    found = figures(logit, label, weight, user)
+    times = weight.astype(int)
+    wanted = figures(*(np.repeat(of, times) for of in (logit, label, np.ones(600, np.float32), user)))
+    for key, value in wanted.items():
+        if "tenth" not in key and key != "rows":
+            assert found[key] == pytest.approx(value), key
+    if (weight == 1).all():
+        assert found == wanted
+    else:  # negative control
+        assert found["mean_prediction"] != figures(logit, label, np.ones(600, np.float32), user)["mean_prediction"]
+        low, high = (subsets.figures(logit, label, weight, {}, None, [], 200)[key] for key in ("auc_low", "auc_high"))
+        assert low < found["auc"] < high
 
 
 def test_one_row_without_a_click_has_figures_that_json_can_hold(tmp_path):

@@ -28,6 +28,7 @@ from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
 from main.flags import rule_of, training_stream, with_absolute_paths
+from main.recorder import check_vocabulary
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
 from main.techniques import SERVER_TIMEOUT_S, cluster_of, sync_options
@@ -80,6 +81,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
             params, past = job.init(config.seed), dict[str, Any]()
             if resumes:
                 params, past = restored(directory, params, servers)
+                check_vocabulary(run, past, data.vocabulary_digest)
             work = TrainerWork(
                 job.spec, job.loss, job.optimizer, job.row_optimizer, params,
                 SharedStream(functools.partial(training_stream, with_absolute_paths(config)), data.steps),

@@ -4,14 +4,14 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrec.checkpoint import Image, deltas, images, restore
+from jaxrec.checkpoint import Checkpointer, Image, deltas, images, restore
 from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
@@ -36,7 +36,9 @@ class Past(NamedTuple):
     extra: dict  # JSON values saved with the state
 
 
-def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past]:
+def resumed(
+    run: Run, state: TrainState, vocabulary_digest: str | None = None
+) -> tuple[TrainState, Image | None, Past]:  # fmt: skip
     """Return the newest state of the run, its image and its past; the given state if nothing is saved."""
     directory, history = run.directory / "checkpoints", run.metrics()
     if not images(directory) and not deltas(directory):
@@ -51,6 +53,7 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past
     state, image = restore(directory, state)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
+    check_vocabulary(run, image.extra, vocabulary_digest)
     # Rows after the image are logged again when their steps are trained again.
     kept = [row for row in history if row["step"] <= image.step]
     again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
@@ -64,6 +67,15 @@ def resumed(run: Run, state: TrainState) -> tuple[TrainState, Image | None, Past
             f"{lost} lost steps: not bit for bit"
         )
     return state, image, Past(kept, image.extra)
+
+
+def check_vocabulary(run: Run, saved: Mapping[str, Any], digest: str | None) -> None:
+    """Refuse to go on with rows of another vocabulary than that of the data: silently, they would be of others."""
+    if saved.get("vocabulary_digest") not in (None, digest):
+        raise ValueError(
+            f"{run.directory} was trained with another vocabulary than that of its data now: prepare the same sources "
+            "with the same options again, or begin anew in another --workdir."
+        )
 
 
 def check_seeds(run: Run, seeds: int) -> None:
@@ -221,8 +233,13 @@ class Recorder:
         evenly = step // self.every_steps > last // self.every_steps
         return step > last and (evenly or step == self.data.steps)
 
-    def look(self, state, step: int, step_metrics: dict | None = None) -> bool:
-        """Evaluate a state at rest, outside training time; return whether a row was logged: not if asked to stop."""
+    def look(
+        self, state, step: int, step_metrics: dict | None = None, saver: Checkpointer | None = None
+    ) -> None:  # fmt: skip
+        """Evaluate a state at rest, outside training time, save it if it is the best one, and log a row.
+
+        If asked to stop, nothing is saved and no row logged.
+        """
         losses = self.latest_losses(step)  # before the clock is read: this waits for the step
         self.seconds += time.perf_counter() - self.since
         row = {"step": step, "examples": self.data.examples_after(step), "train_seconds": self.seconds}
@@ -234,13 +251,16 @@ class Recorder:
         try:
             with contextlib.suppress(Stopped):
                 row |= self.evaluated(state, self.watched)
+                best = self.best()
+                # Before the row is logged: a run that is killed in between evaluates again when it resumes.
+                if saver and (best is None or row[f"{self.watched}_auc"] > best[f"{self.watched}_auc"]):
+                    saver.save(state)
                 self.history.append(row)
                 self.run.log(row)
                 auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
                 say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
         finally:  # also if lost shards end the evaluation, which is then repeated
             self.since = time.perf_counter()
-        return row in self.history[-1:]
 
     def evaluated(self, state, which: str) -> dict[str, float]:
         """Return metrics of a state on validation or test; several replicas are evaluated as their mean.
@@ -257,11 +277,6 @@ class Recorder:
     def best(self) -> dict | None:
         """Return the row of the best validation so far, the earliest of equals."""
         return max(self.history, key=lambda row: (row[f"{self.watched}_auc"], -row["step"]), default=None)
-
-    def is_best(self, step: int) -> bool:
-        """Whether the best validation so far is that of `step`."""
-        best = self.best()
-        return best is not None and best["step"] == step
 
     def has_no_patience(self, patience: int | None) -> bool:
         """Whether `patience` evaluations have passed since the best one."""

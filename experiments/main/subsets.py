@@ -54,6 +54,7 @@ def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str]) -> dict[s
 def figures(
     logit: np.ndarray,
     label: np.ndarray,
+    weight: np.ndarray,
     fields: Mapping[str, np.ndarray],
     group: str | None,
     segments: Sequence[str],
@@ -62,23 +63,23 @@ def figures(
     """Return the figures of the parts for results.json; undefined ones are NaN.
 
     Args:
-      logit, label: f32[n].
+      logit, label, weight: f32[n].
       fields: {field: i32[n]} of the named fields.
       bootstrap: draws for the interval of the AUC; 0 for none.
 
     >>> rng = np.random.default_rng(0)
     >>> user, label = rng.integers(0, 3, 200), rng.integers(0, 2, 200)
-    >>> found = figures(label + rng.standard_normal(200), label, {"user": user}, "user", ["user"], 50)
+    >>> found = figures(label + rng.standard_normal(200), label, np.ones(200), {"user": user}, "user", ["user"], 50)
     >>> found["groups"], found["auc_low"] < found["gauc"] < found["auc_high"], "segment_user_2_auc" in found
     (3, True, True)
     """
     results: dict[str, Any] = {}
     if bootstrap:
-        _, results["auc_low"], results["auc_high"] = auc_interval(logit, label, draws=bootstrap)
+        _, results["auc_low"], results["auc_high"] = auc_interval(logit, label, weight, bootstrap)
     if group:
-        results |= group_auc(logit, label, fields[group])
+        results |= group_auc(logit, label, fields[group], weight)
     for name in segments:
-        for value, found in by_segment(logit, label, _largest(fields[name])).items():
+        for value, found in by_segment(logit, label, _largest(fields[name]), weight).items():
             results |= {f"segment_{name}_{value}_{key}": found[key] for key in FIGURES}
     return results
 
