@@ -62,8 +62,6 @@ class Config(Flags):
     """Pipeline modes to train in, one run each."""
     window: int = 8
     """Batches in flight of async and oac."""
-    table_directory: Path | None = None
-    """Keep entities in memory-mapped files here (best on tmpfs) instead of RAM."""
     shards: int = 8
     rank: int | None = None
     """Coordinates of an entity; a complex one takes two floats."""
@@ -136,7 +134,7 @@ def make_link_job(config: Config, triples: Triples) -> LinkJob:
     row_optimizer = adagrad(rate)
     relations = np.arange(2 * triples.relations)
     params = {"relation": initial_rows(relations, width, config.initial_scale, config.seed ^ 0x5EED)}
-    tables = HostTables.create(spec, row_optimizer, config.table_directory)
+    tables = HostTables.create(spec, row_optimizer)
     state = init_state(params, optimizer, tables)
     update = make_update(spec, make_loss(model, config.n3), optimizer, row_optimizer)
     return LinkJob(spec, model, batches, steps, state, update)
