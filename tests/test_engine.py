@@ -2,10 +2,12 @@
 
 import _thread
 import contextlib
+import gc
 import os
 import signal
 import threading
 import traceback
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from world import batch_of, loss
 from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
-from jaxrec.cpr import Recovery
+from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.loader import Loader
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, fit, train
@@ -637,6 +639,23 @@ def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_co
                 list(engine.run(stream))
             assert len(list(engine.run(stream))) == 1
     assert engine.step == 16
+
+
+@each
+def test_what_a_recovery_has_trained_is_freed_without_a_search_for_cycles(make, tmp_path):
+    """Which is rare in a program that allocates few objects: tables would pile up in memory."""
+    gc.disable()
+    try:
+        with make() as engine:
+            recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, scheme=mfu(), failures={6: [1]}))
+            list(engine.run(stream_from(0), [recovery.hook]))
+        assert recovery.failed == 1
+        engine, there = None, weakref.ref(engine)
+        assert there() is not None  # held by the recovery
+        recovery = None
+        assert there() is None
+    finally:
+        gc.enable()
 
 
 @each

@@ -162,7 +162,12 @@ class Recovery:
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._pick_ahead_steps = max(0, min(ahead, int(self._schedule.partial_interval) - 1))
         most = most_deltas or math.ceil(16 / fraction)
-        self._saves = Saves(self.directory, self.spec, self._schedule, self._row_tracker, most, copy, self._figures)
+        # Weak: in a cycle, the tables of a run that is over would stay in memory until Python looks for cycles.
+        figures = weakref.WeakMethod(self._figures)
+        self._saves = Saves(
+            self.directory, self.spec, self._schedule, self._row_tracker, most, copy,
+            lambda step, regular: figures()(step, regular),  # type: ignore[misc]
+        )  # fmt: skip
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed on leaving
         self._announced_step = 0  # step of the announced snapshot
         self.closed = False
