@@ -22,7 +22,7 @@ docs/measured.md has the runs. With --watched 7, the paper's setting as recalled
 A job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 PLS (cpr_scalability.py), not the target of
 0.1. Rows of small tables are the most used; with --watched 7 they are saved only at regular saves. With 200,000 rows a
 row is used 650 times on average: there, rows beyond the most used eighth matter too, hardly any scheme ever saves them,
-and all three lose more than vanilla. An arm takes 3 seconds on Criteo and 45 to 60 on 5M examples, on one core.
+and SCAR loses more than vanilla. An arm takes 3 seconds on Criteo and 45 to 60 on 5M examples, on one core.
 """
 
 import dataclasses
