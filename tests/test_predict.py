@@ -381,6 +381,11 @@ def test_a_weight_is_as_many_equal_rows(weight):
     for key, value in wanted.items():
         if "tenth" not in key and key != "rows":
             assert found[key] == pytest.approx(value), key
+    for number, rows in enumerate(np.array_split(np.argsort(logit), 10), 1):
+        of_tenth = {key: found[f"tenth_{number}_{key}"] for key in ("clicked", "predicted", "clicked_low")}
+        share, of = np.average(label[rows], weights=weight[rows]), 1 / (1 + np.exp(-logit[rows]))
+        assert of_tenth["clicked"] == pytest.approx(share) and of_tenth["clicked_low"] < share
+        assert of_tenth["predicted"] == pytest.approx(np.average(of, weights=weight[rows]))
     if (weight == 1).all():
         assert found == wanted
     else:  # negative control
