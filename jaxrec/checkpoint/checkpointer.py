@@ -128,7 +128,8 @@ class BackgroundSaver:
         start = time.thread_time()
         try:
             self._idle.clear()
-            self.bytes_written += job(*args).nbytes
+            written = job(*args)  # before the sum is read, to which the job may add
+            self.bytes_written += written.nbytes
         except BaseException as error:
             self._error = error
             self.failures.append(str(error) or type(error).__name__)
