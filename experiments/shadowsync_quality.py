@@ -194,8 +194,8 @@ class QualityJob:
         config = self.config if gap is None else dataclasses.replace(self.config, shadow_steps=gap)
         job = self.job.of_seed(self.config.seed + seed)
         emulation = Emulation(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(self.config.seed + seed), trainers, workers,
-            script_of(arm, config), self.config.seed + seed, self.programs,
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(job.spec.seed), trainers, workers,
+            script_of(arm, config), job.spec.seed, self.programs,
         )  # fmt: skip
         start = time.perf_counter()
         losses = emulation.run(self.data(seed).train(0))
@@ -220,7 +220,7 @@ class QualityJob:
         job = self.job_at_servers.of_seed(self.config.seed + seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(self.config.seed + seed),
+            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(job.spec.seed),
             SharedStream(stream, self.data(seed).steps),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,

@@ -22,6 +22,7 @@ from jaxrec.checkpoint.format import (
 from jaxrec.checkpoint.restore import (
     read_tables,
     restore,
+    restore_each,
     restore_for_prediction,
     restore_shards,
     shard_source,
@@ -45,6 +46,7 @@ __all__ = [
     "read_manifest",
     "read_tables",
     "restore",
+    "restore_each",
     "restore_for_prediction",
     "restore_shards",
     "shard_source",

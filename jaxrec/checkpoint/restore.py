@@ -267,6 +267,33 @@ def shard_source(sources: Sequence[Path], shard: int, known: Verified) -> tuple[
     raise damaged[0]
 
 
+def restore_each(
+    sources: Sequence[Path], tables: Home, shards: Sequence[int]
+) -> tuple[Home, list[tuple[Path | None, list[DamagedImage]]]]:
+    """Restore each shard from the first of several images and deltas in which it is intact, and warn of the others.
+
+    All of them are verified before the first row changes.
+
+    Args:
+      sources: paths, in order of preference; none for initial rows.
+      tables, shards: as for `restore_shards`.
+
+    Returns:
+      The tables, and for each shard the path and the errors of the damaged ones before it.
+
+    Raises:
+      As `shard_source` and `restore_shards`.
+    """
+    known: Verified = {}
+    found = [shard_source(sources, shard, known) if sources else (None, []) for shard in shards]
+    # One warning, for the shard that skipped the most images.
+    warn_skipped(max((damaged for _, damaged in found), key=len))
+    for source in dict.fromkeys(path for path, _ in found):
+        its_shards = [shard for shard, (path, _) in zip(shards, found, strict=True) if path == source]
+        tables, _ = restore_shards(source, tables, its_shards)
+    return tables, found
+
+
 def _image_at(path: Path) -> Path:
     """Return the path if it is an image, else the newest image of the directory."""
     found = path if is_image(path) else newest(path)

@@ -35,9 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Checkpointer, images, newest_first, restore_shards, shard_source
-from jaxrec.checkpoint.format import number_of, warn_skipped
-from jaxrec.checkpoint.row_deltas import Verified
+from jaxrec.checkpoint import Checkpointer, images, newest_first, restore_each
+from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster.processes import Handle, Process, packed
 from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.servers import RayServer, ServerHandle
@@ -496,22 +495,15 @@ class PoolTables:
         while lost:
             self._servers.recover(lost)
             try:
-                self._restore(lost)
+                # Each shard from the newest image in which it is intact.
+                candidates = [] if self._directory is None else newest_first(self._directory)
+                restore_each(candidates, self._servers.tables, lost)
                 lost = ()
             except ShardsLost as again:  # a successor died: restore all of them again
                 lost = tuple(sorted({*lost, *again.shards}))
         reasons = {death.server: death.reason for death in self._servers.deaths}
         after = self._servers.in_use
         return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
-
-    def _restore(self, shards):
-        """Restore each shard from the newest image in which it is intact."""
-        candidates = [] if self._directory is None else newest_first(self._directory)
-        verified: Verified = {}
-        of = {shard: shard_source(candidates, shard, verified) if candidates else (None, []) for shard in shards}
-        warn_skipped(max((damaged for _, damaged in of.values()), key=len))
-        for path in {path for path, _ in of.values()}:
-            restore_shards(path, self._servers.tables, [shard for shard in shards if of[shard][0] == path])
 
     def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
         """As `TrainerPool.save`."""

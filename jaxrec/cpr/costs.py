@@ -16,8 +16,7 @@ from typing import Any, Literal
 import jax
 
 from jaxrec.bounds import whole_number
-from jaxrec.checkpoint import Checkpointer, restore, restore_shards, shard_source
-from jaxrec.checkpoint.row_deltas import Verified
+from jaxrec.checkpoint import Checkpointer, restore, restore_each
 from jaxrec.cpr.schedule import Costs, check_costs
 from jaxrec.embedding import Tables
 from jaxrec.files import local_path
@@ -115,17 +114,9 @@ def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, tuple[floa
         _drop_from_cache(image)
         load, (state, _) = _timed(lambda: restore(image, state))
         _drop_from_cache(image)
-        partial_load, tables = _timed(lambda: _load_shards(image, state.tables, range(failed_nodes)))
+        partial_load, tables = _timed(lambda: restore_each([image], state.tables, range(failed_nodes))[0])
     shutil.rmtree(directory)
     return state._replace(tables=tables), (save, load, partial_load)
-
-
-def _load_shards(image: Path, tables: Tables, shards) -> Tables:
-    """Restore shards as `Recovery` does: verify all of them before the first row changes."""
-    known: Verified = {}
-    for shard in shards:
-        shard_source([image], shard, known)
-    return restore_shards(image, tables, shards)[0]
 
 
 def _timed(function: Callable[[], Any]) -> tuple[float, Any]:

@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_shards, shard_source
-from jaxrec.checkpoint.format import mark_damaged, warn_skipped
-from jaxrec.checkpoint.row_deltas import Verified
+from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_each
+from jaxrec.checkpoint.format import mark_damaged
 from jaxrec.cpr.priority import Priority, budget_rows
 from jaxrec.cpr.saving import Saves, SaveSchedule, at_step
 from jaxrec.cpr.schedule import Mode, lost_portion
@@ -415,17 +414,9 @@ class Recovery:
         """Return the tables with lost shards restored; nothing is picked or saved meanwhile."""
         # First: by now a save in flight has become a source, or failed.
         self._finish_saves(step)
-        verified: Verified = {}
-        candidates, tables = self._saves.sources(), state.tables
-        # All images are verified before the first row changes.
-        sources = [shard_source(candidates, shard, verified) if candidates else (None, []) for shard in shards]
+        candidates = self._saves.sources()
+        tables, sources = restore_each(candidates, state.tables, shards)
         saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
-        # One warning, for the shard that skipped the most images.
-        warn_skipped(max((damaged for _, damaged in sources), key=len))
-        source_of = [source for source, _ in sources]
-        for source in dict.fromkeys(source_of):
-            its_shards = [shard for shard, chosen in zip(shards, source_of, strict=True) if chosen == source]
-            tables, _ = restore_shards(source, tables, its_shards)
         if self._row_tracker:
             self._row_tracker.restored(tables, shards)
         skipped = candidates[: max(len(damaged) for _, damaged in sources)]
