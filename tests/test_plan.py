@@ -3,14 +3,28 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import draw_ids, examples, specs
 
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table, bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.cpr import counters, row_set
+from jaxrec.embedding import (
+    DeviceTables,
+    EmbeddingSpec,
+    Lookup,
+    Table,
+    bucket,
+    capacity_of,
+    device_plan,
+    host_plan,
+    plan,
+    rowwise_adagrad,
+)
 from jaxrec.embedding.lookup import is_plan_of
+from jaxrec.oac import ring
 from jaxrec.sharding import SPLIT, make_mesh, plan_specs
 
 
@@ -142,3 +156,47 @@ def test_a_plan_is_that_of_its_own_ids_and_of_no_others(spec, batch_size, seed):
             flat[place] = (flat[place] + 2) % (rows[column] + 1) - 1  # another row of its table, or missing
             if (flat != ids[key].reshape(-1)).any():
                 assert not is_plan_of(spec, p, {**ids, key: other})
+
+
+# `--xla_gpu_deterministic_ops` may store what a `set` must drop, unless its indices are called unique.
+
+
+def sets_of_equal_indices(function, *args):
+    """The `set` scatters of a program, nested ones included, whose indices are not called unique."""
+
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scatter" and not eqn.params["unique_indices"]:
+                yield eqn
+            for value in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                    yield from inside(inner)
+
+    return list(inside(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_scatters_that_overwrite_have_unique_indices():
+    spec = EmbeddingSpec({"a": Table(50, 4)}, {"a": Lookup("a", hots=3)}, shards=4)
+    ids = draw_ids(spec, 8, 0)
+    plans = plan(spec, ids)
+    ((stack, p),) = plans.items()
+    capacity = capacity_of(plans)
+    tables = DeviceTables.create(spec, rowwise_adagrad(0.1))
+    rows = tables.read(plans)
+    bits = {stack: np.packbits(np.ones(p.unique.shape, bool), axis=1)}
+    entry = np.full((4, 16), row_set.EMPTY, np.int32)
+    programs = {
+        "device_plan": (lambda ids: device_plan(spec, ids, capacity), ids),
+        "put": (lambda tables, rows: tables.put(plans, rows), tables, rows),
+        "kept": (lambda rows, bits: ring.kept(rows, bits, {stack: 2}), rows, bits),
+        "row set": (lambda entry: row_set._insert(entry, p.unique, p.count, np.uint32(0), True), entry),
+        "overwrite": (counters._overwrite, tables.value[stack], p.unique, rows[stack].value),
+        "counts": (counters._add_accesses, np.zeros((4, 13), np.int32), p.unique, p.inverse),
+    }
+    found = {name: sets_of_equal_indices(*program) for name, program in programs.items()}
+    assert not any(found.values()), found
+
+
+def test_a_scatter_with_equal_indices_is_noticed():
+    wrong = jax.jit(lambda at: jnp.zeros((2, 3)).at[jnp.zeros(4, jnp.int32), at].set(1.0, mode="drop"))
+    assert len(sets_of_equal_indices(wrong, np.arange(4))) == 1

@@ -237,7 +237,9 @@ def _gather(value, rows):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _overwrite(value, rows, new):
-    return jax.vmap(lambda v, row, n: v.at[row].set(n, mode="drop"))(value, rows // len(value), new)
+    return jax.vmap(lambda v, row, n: v.at[row].set(n, mode="drop", unique_indices=True))(
+        value, rows // len(value), new
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)

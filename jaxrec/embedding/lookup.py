@@ -248,9 +248,11 @@ def _number(rows, stack, capacity, sharded):
     local = jnp.clip(shard, 0, here - 1)
     # Valid at first appearances only.
     rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1
-    unique = jnp.full((here, capacity), stack.rows, jnp.int32)
-    target = jnp.where(mine & (first == index), rank, capacity)
-    unique = unique.at[local, target].set(rows, mode="drop")
+    # One index, and unique where it drops too. With a pair of indices, or equal ones,
+    # `--xla_gpu_deterministic_ops` stores what must be dropped in the next shard (jax 0.11, compare jax#27796).
+    target = jnp.where(mine & (first == index) & (rank < capacity), local * capacity + rank, here * capacity + index)
+    unique = jnp.full(here * capacity, stack.rows, jnp.int32).at[target].set(rows, mode="drop", unique_indices=True)
+    unique = unique.reshape(here, capacity)
     rank = rank[first]
     found = mine & (rank < capacity)
     # Position + 1, so that 0 means "not on this device" in the sum over devices.

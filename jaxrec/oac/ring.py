@@ -201,11 +201,13 @@ def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) ->
         if wanted == width:
             return rows[name]
         keep = jnp.unpackbits(bits[name], axis=1, count=width)
-        behind = jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1
-        shard = jnp.broadcast_to(jnp.arange(shards, dtype=jnp.int32)[:, None], keep.shape)
+        rank = jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1
+        shard = jnp.arange(shards, dtype=jnp.int32)[:, None]
         number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), keep.shape)
-        at = jnp.where(keep > 0, behind, wanted)
-        place = jnp.zeros((shards, wanted), jnp.int32).at[shard, at].set(number, mode="drop")
+        # One index, and unique where it drops too: see `device_plan`.
+        at = jnp.where(keep > 0, shard * wanted + rank, shards * wanted + shard * width + number)
+        place = jnp.zeros(shards * wanted, jnp.int32).at[at].set(number, mode="drop", unique_indices=True)
+        place = place.reshape(shards, wanted)
         return jax.tree.map(lambda leaf: _rows_at(leaf, place), rows[name])
 
     return {name: some(name) for name in rows}
