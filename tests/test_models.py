@@ -6,7 +6,21 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, Side, WideAndDeep, dlrm, in_batch_softmax
+from jaxrec.models import (
+    DIN,
+    DLRM,
+    DNN,
+    FM,
+    LR,
+    DCNv2,
+    DeepFM,
+    FinalMLP,
+    Side,
+    WideAndDeep,
+    dlrm,
+    in_batch_softmax,
+    tower,
+)
 from jaxrec.models.dcnv2 import Cross
 
 B, N, F, E = 64, 5, 4, 8
@@ -292,3 +306,30 @@ def test_wrong_shapes_are_refused(name):
         MODELS[name].init(jax.random.key(0), dense, activations.reshape(B, -1))
     with pytest.raises(ValueError, match="rank=0"):
         DCNv2(rank=0).init(jax.random.key(0), dense, activations)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2", "dcnv2_low_rank", "dcnv2_mlperf"])
+def test_products_padded_for_a_gpu_give_the_same(name, monkeypatch):
+    model, (dense, activations) = MODELS[name], inputs()
+    params = model.init(jax.random.key(0), dense, activations)
+
+    def made():
+        value = jax.value_and_grad(lambda p, a: jnp.sum(model.apply(p, dense, a) ** 2), argnums=(0, 1))
+        return value(params, activations), str(jax.make_jaxpr(value)(params, activations))
+
+    plain, before = made()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found, after = made()
+    assert before != after
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, found)
+    again = model.init(jax.random.key(0), dense, activations)
+    assert jax.tree.map(jnp.shape, again) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("size, wide", [(13, 16), (16, 16), (1, 8)])
+def test_what_is_padded_for_a_gpu_is_a_multiple_of_8(size, wide, monkeypatch):
+    array = jnp.ones((3, size))
+    assert tower.aligned(array, 1) is array
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    found = tower.aligned(array, 1)
+    assert found.shape == (3, wide) and float(found.sum()) == 3 * size

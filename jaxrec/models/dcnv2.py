@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrec.models.lr import check_inputs
-from jaxrec.models.tower import Tower
+from jaxrec.models.tower import Tower, aligned_product
 
 
 class DCNv2(nn.Module):
@@ -65,6 +65,6 @@ class Cross(nn.Module):
         if self.rank is not None:
             if not 1 <= self.rank < width:
                 raise ValueError(f"rank={self.rank} must lie between 1 and {width - 1}, one less than the features.")
-            x_low = nn.Dense(self.rank, use_bias=False)(x)
-            return x0 * nn.Dense(width)(x_low) + x
-        return x0 * nn.Dense(width)(x) + x
+            x_low = nn.Dense(self.rank, use_bias=False, dot_general=aligned_product)(x)
+            return x0 * nn.Dense(width, dot_general=aligned_product)(x_low) + x
+        return x0 * nn.Dense(width, dot_general=aligned_product)(x) + x
