@@ -23,7 +23,7 @@ A part writes DIR/PART.json when it ends, whole or not at all, and is skipped ne
 that fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: the reason, the rows measured until then,
 and its last lines. A part keeps within its time: its file lists what it left out. Comparisons are in turns, medians
 with 95 % bootstrap intervals; every file names device, driver, versions and commit. Requires jaxrec, jax, flax, optax,
-orbax, numpy and numba; torch for the comparison with it. The exit code is 1 if a requested part has no result.
+orbax, numpy, numba and tqdm; torch for the comparison with it. The exit code is 1 if a requested part has no result.
 """
 
 import argparse

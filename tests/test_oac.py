@@ -18,7 +18,7 @@ from world import no_threads_left, until
 import jaxrec
 from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
-from jaxrec.oac import Pipeline, ring
+from jaxrec.oac import Pipeline, ring, stages
 from jaxrec.oac.ring import LastWriters
 from jaxrec.oac.stages import DeviceStep
 from jaxrec.step import make_update
@@ -374,3 +374,13 @@ def test_other_tables_and_other_shapes_are_refused():
     assert same((pipeline.state, []), (before, []))
     with pytest.raises(ValueError, match="depth=0"):
         ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, 0)
+
+
+def test_rows_fetched_through_pinned_memory_are_the_same(monkeypatch):
+    """As from a GPU; a CPU has pinned memory of its own."""
+    tree = jax.jit(lambda: {"rows": jnp.arange(12.0).reshape(3, 4), "count": jnp.int32(7)})()
+    plain = stages.fetch_whole(tree)
+    monkeypatch.setattr(stages, "_on_gpu", lambda tree: True)
+    pinned = stages.fetch_whole(tree)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(pinned))
+    jax.tree.map(np.testing.assert_array_equal, plain, pinned)

@@ -45,8 +45,15 @@ def fetch_pinned(tree):
 
 
 def fetch_plain(tree):
-    """Fetch to the host leaf by leaf; the pipeline's default starts all copies first (`copy_to_host_async`)."""
+    """Fetch to the host leaf by leaf."""
     return jax.tree.map(np.asarray, tree)
+
+
+def fetch_async(tree):
+    """Fetch to the host after all copies have been started, as the pipeline does by default without a GPU."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.copy_to_host_async()
+    return fetch_plain(tree)
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,11 +68,15 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "oac_4_skip_both": ("oac_skip_both", {"window": 4}),
     "oac_4_validation_device": ("oac", {"window": 4, "validation": "device"}),
     "oac_4_fetch_plain": ("oac", {"window": 4, "fetch": fetch_plain}),
+    "oac_4_fetch_async": ("oac", {"window": 4, "fetch": fetch_async}),
     "oac_4_fetch_pinned": ("oac", {"window": 4, "fetch": fetch_pinned}),
     "oac_4_send_pinned": ("oac", {"window": 4, "send": send_pinned}),
 }
 SMOKE = ("sync", "oac_4", "async_4", "oac_4_skip_both", "oac_4_validation_device", "oac_4_fetch_pinned")
-WIDE = ("sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_skip_both")
+WIDE = (
+    "sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_skip_both", "oac_4_fetch_async",
+    "oac_4_send_pinned",
+)  # fmt: skip
 EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_skip_both", "oac_4_validation_device", "async_4")
 
 

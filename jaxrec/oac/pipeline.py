@@ -72,7 +72,8 @@ class Pipeline(Engine):
         semisync (1).
       send: (tree of arrays, tree of shardings) -> tree on the device, called in loader threads; None for
         `jax.device_put`.
-      fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait.
+      fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait,
+        from a GPU through pinned memory.
       loaders, fetchers, writers: number of threads of each kind; each writer has its own shards.
       ahead: number of batches planned, and their inputs sent, before admission.
       validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on

@@ -418,10 +418,20 @@ def marking_lost_shards(scheduler: BatchScheduler) -> Iterator[None]:
 
 
 def fetch_whole(tree: Any) -> Any:
-    """Copy all leaves of a tree to the host in parallel, and wait for them."""
-    for leaf in jax.tree.leaves(tree):
-        leaf.copy_to_host_async()
+    """Copy all leaves of a tree to the host in parallel, and wait for them.
+
+    From a GPU through pinned memory: on an H200 OAC had 1.36 of the rate without at width 128 (docs/measured.md).
+    """
+    if _on_gpu(tree):
+        tree = jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("pinned_host"), tree))
+    else:
+        for leaf in jax.tree.leaves(tree):
+            leaf.copy_to_host_async()
     return jax.tree.map(np.asarray, tree)
+
+
+def _on_gpu(tree):
+    return any(device.platform == "gpu" for leaf in jax.tree.leaves(tree) for device in leaf.devices())
 
 
 def in_use(plan: Plan) -> np.ndarray:
