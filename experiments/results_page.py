@@ -2,6 +2,7 @@
 
     python experiments/results_page.py
     python experiments/results_page.py --add runs/oac_link-1 --to two_cores_cpu/oac_link     first stores a run there
+    python experiments/results_page.py --add runs/gpu/oac.json --to one_h200/oac    a part of on_accelerator.py
 
 claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, the keys of its figures and its
 picture. Figures are read from experiments/results/MACHINE/NAME.json, with a row for each machine that has the file, and
@@ -34,7 +35,8 @@ KINDS = ("measured", "emulated", "simulated", "modelled")
 PATHS = ("path", "traces")  # flags that name a place on one machine
 MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
 HEAD = (
-    "Every claim of the three abstracts, as far as two CPU cores can tell. Only the abstracts could be read. "
+    "Every claim of the three abstracts, as far as two CPU cores and half an hour on one GPU can tell. Only the "
+    "abstracts could be read. "
     "The last column of a table leads to the run: its command, machine, date and file."
 )
 _RUN = re.compile(
@@ -107,20 +109,25 @@ def commands(measured: str) -> dict[str, str]:
 
 
 def add(directory: Path, to: str, root: Path) -> Path:
-    """Store a finished run as experiments/results/MACHINE/NAME.json, and return that path.
+    """Store a finished run, or a part of on_accelerator.py, as experiments/results/MACHINE/NAME.json; return that path.
 
     The file holds its flags without paths of this machine, its environment and its results. NAME.jsonl beside it holds
     the rows of each seed, if the run logged any.
 
     Args:
-      directory: of the run.
+      directory: of the run, or the file of the part.
       to: MACHINE/NAME.
 
     Raises:
-      ValueError: `to` has another form; the directory holds no finished run.
+      ValueError: `to` has another form; the directory holds no finished run, or the file no measurement.
     """
     if not re.fullmatch(r"\w+/\w+", to):
         raise ValueError(f"--to {to!r} is not MACHINE/NAME, such as two_cores_cpu/oac_link.")
+    target = root / "experiments" / "results" / f"{to}.json"
+    make_directory(target.parent)
+    if directory.is_file():
+        write_text(target, json.dumps(of_part(json.loads(directory.read_text())), indent=2) + "\n")
+        return target
     if lost := [name for name in ("config", "environment", "results") if not (directory / f"{name}.json").exists()]:
         raise ValueError(f"{directory} holds no finished run: it lacks {', '.join(f'{name}.json' for name in lost)}.")
     found = {
@@ -133,13 +140,33 @@ def add(directory: Path, to: str, root: Path) -> Path:
         if given := config.get(name):
             config[name] = [Path(one).name for one in given] if isinstance(given, list) else Path(given).name
     found["config"] = config | {"workdir": None}
-    target = root / "experiments" / "results" / f"{to}.json"
-    make_directory(target.parent)
     write_text(target, json.dumps(found, indent=2) + "\n")
     target.with_suffix(".jsonl").unlink(missing_ok=True)  # of an earlier run
     if rows := [line for line in lines if "seed" in json.loads(line)]:
         write_text(target.with_suffix(".jsonl"), "".join(rows))
     return target
+
+
+def of_part(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the content of a file of on_accelerator.py to that of a results file: FIGURE[_low]_POINT.
+
+    >>> figures = {"step_ms": {"median": 1.5, "low": 1.0, "high": 2.0, "rounds": 24}, "error": 0.1}
+    >>> rows = [{"point": {"width": 16, "batch": 64}, "figures": figures}]
+    >>> part = {"part": "step_time", "kind": "measured", "about": {}, "left_out": [], "rows": rows}
+    >>> of_part(part)["results"]
+    {'step_ms_width_16_batch_64': 1.5, 'step_ms_low_width_16_batch_64': 1.0, 'step_ms_high_width_16_batch_64': 2.0,
+     'step_ms_rounds_width_16_batch_64': 24, 'error_width_16_batch_64': 0.1}
+    """
+    if found["kind"] != "measured":
+        raise ValueError(f"a file of kind {found['kind']!r} holds no measurement: run the part without --smoke.")
+    results = {}
+    for row in found["rows"]:
+        point = "_".join(f"{name}_{value}" for name, value in row["point"].items())
+        for name, value in row["figures"].items():
+            for key, one in value.items() if isinstance(value, dict) else [("median", value)]:
+                results["_".join([name, *[key] * (key != "median"), point])] = one
+    config = {"parts": [found["part"]]}
+    return {"config": config, "environment": found["about"], "results": results, "left_out": found["left_out"]}
 
 
 def runs(root: Path) -> dict[str, list[Run]]:
@@ -304,7 +331,7 @@ class Config:
     """A run to store first."""
 
     add: Path | None = None
-    """Directory of the run."""
+    """Directory of the run, or the file of a part of on_accelerator.py."""
     to: str = ""
     """MACHINE/NAME to store it as; docs/measured.md needs a section for it."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import on_accelerator
 import pytest
 import tyro
 
@@ -174,6 +175,8 @@ def kind_of(table: list[list[str]]) -> str:
 
 def config_of(experiment, flags):
     """An experiment's configuration by its flags, as stored in results.json."""
+    if experiment == "on_accelerator":
+        return {"parts": on_accelerator.flags(shlex.split(flags)).parts}
     found = tyro.cli(importlib.import_module(experiment).Config, args=shlex.split(flags))
     return json.loads(json.dumps(dataclasses.asdict(found), default=str))
 
@@ -208,17 +211,19 @@ def test_a_command_gives_the_figures_of_its_file_and_its_date(each):
 
 
 VERSIONS = re.search(
-    r"with jax (\S+) and Python (\S+), but for\s+those until (\S+) and .* with jax (\S+) and Python (\S+)\. No run",
+    r"with jax (\S+) and Python (\S+), but for\s+those until (\S+) and .* with jax (\S+) and Python (\S+)\. Those\s+"
+    r"[^.]*GPU[^.]*jax (\S+) and Python (\S+)\.\s",
     TEXT,
 )
 
 
 @pytest.mark.parametrize("each", MEASURED, ids=lambda each: each.file)
 def test_a_run_had_the_jax_and_the_python_that_the_page_says(each):
-    newer, newer_python, until, older, older_python = VERSIONS.groups()
+    newer, newer_python, until, older, older_python, *of_gpu = VERSIONS.groups()
     is_newer = each.date > until and not each.file.endswith("_older_jax")  # as its section states
     had = results_of(each.file)["environment"]
-    assert (had["jax"], had["python"]) == ((newer, newer_python) if is_newer else (older, older_python))
+    wanted = [newer, newer_python] if is_newer else [older, older_python]
+    assert [had["jax"], had["python"]] == (of_gpu if each.file.startswith("one_h200/") else wanted)
 
 
 def test_a_commit_that_a_section_names_is_that_of_its_file():
@@ -291,7 +296,7 @@ def test_a_table_has_figures_of_one_kind():
 def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
     (shown,) = tables(text_of("README.md"))
     kinds, rows = shown[0][1:], shown[1:]
-    assert set(kinds) <= set(KINDS) and len(rows) == 15
+    assert set(kinds) <= set(KINDS) and len(rows) == 20
     figures = {kind: set() for kind in KINDS}
     for table in tables(text_of("docs/measured.md")):
         cells = [cell for row in table[1:] for cell in row[1:]]

@@ -84,6 +84,23 @@ def test_a_stored_run_has_its_figures_a_row_per_seed_and_no_path_of_the_machine(
     assert add(finished, "m/a", tmp_path) == path and not path.with_suffix(".jsonl").exists()
 
 
+def test_a_part_of_the_accelerator_kit_is_stored_and_a_smoke_test_is_refused(tmp_path):
+    median = {"median": 2.0, "low": 1.0, "high": 3.0, "rounds": 24}
+    rows = [{"point": {"batch": 64}, "figures": {"step_ms": median, "bitwise_equal": True}}]
+    part = {"part": "oac", "kind": "measured", "about": FOUND, "seconds": 9, "left_out": ["batch 4"], "rows": rows}
+    (tmp_path / "oac.json").write_text(json.dumps(part))
+    found = json.loads(add(tmp_path / "oac.json", "gpu/oac", tmp_path).read_text())
+    assert found["config"] == {"parts": ["oac"]} and found["environment"] == FOUND and found["left_out"] == ["batch 4"]
+    assert row(
+        FIGURE | {"key": "step_ms_batch_64", "low": "step_ms_low_batch_64", "high": "step_ms_high_batch_64"},
+        Run("gpu", "oac", found, "python x.py"),
+    )[1:3] == ("2.00", "1.00 to 3.00 (95 %)")
+    assert found["results"]["bitwise_equal_batch_64"] is True
+    (tmp_path / "oac.json").write_text(json.dumps(part | {"kind": "smoke, not a measurement"}))
+    with pytest.raises(ValueError, match="holds no measurement"):
+        add(tmp_path / "oac.json", "gpu/other", tmp_path)
+
+
 def test_what_cannot_be_stored_is_refused_and_a_run_without_a_section_is_named(checkout, finished):
     for to in ("a", "../m/a", "m/a.json"):
         with pytest.raises(ValueError, match="is not MACHINE/NAME"):
