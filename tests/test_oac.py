@@ -380,7 +380,7 @@ def test_rows_fetched_through_pinned_memory_are_the_same(monkeypatch):
     """As from a GPU; a CPU has pinned memory of its own."""
     tree = jax.jit(lambda: {"rows": jnp.arange(12.0).reshape(3, 4), "count": jnp.int32(7)})()
     plain = stages.fetch_whole(tree)
-    monkeypatch.setattr(stages, "_on_gpu", lambda tree: True)
+    monkeypatch.setattr(stages, "on_gpu", lambda tree: True)
     pinned = stages.fetch_whole(tree)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(pinned))
     jax.tree.map(np.testing.assert_array_equal, plain, pinned)

@@ -189,9 +189,12 @@ def test_scatters_that_overwrite_have_unique_indices():
         "device_plan": (lambda ids: device_plan(spec, ids, capacity), ids),
         "put": (lambda tables, rows: tables.put(plans, rows), tables, rows),
         "kept": (lambda rows, bits: ring.kept(rows, bits, {stack: 2}), rows, bits),
-        "row set": (lambda entry: row_set._insert(entry, p.unique, p.count, np.uint32(0), True), entry),
-        "overwrite": (counters._overwrite, tables.value[stack], p.unique, rows[stack].value),
-        "counts": (counters._add_accesses, np.zeros((4, 13), np.int32), p.unique, p.inverse),
+        "row set": (lambda entry: row_set.insert(entry, p, np.uint32(0)), entry),
+        "overwrite": (
+            lambda value: counters.overwrite(value, [np.arange(3)] * 4, [np.ones((3, 4))] * 4),
+            tables.value[stack],
+        ),
+        "counts": (lambda count: counters.add_accesses(count, p, True), np.zeros((4, 13), np.int32)),
     }
     found = {name: sets_of_equal_indices(*program) for name, program in programs.items()}
     assert not any(found.values()), found

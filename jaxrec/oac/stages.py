@@ -422,7 +422,7 @@ def fetch_whole(tree: Any) -> Any:
 
     From a GPU through pinned memory: on an H200 OAC had 1.36 of the rate without at width 128 (docs/measured.md).
     """
-    if _on_gpu(tree):
+    if on_gpu(tree):
         tree = jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind("pinned_host"), tree))
     else:
         for leaf in jax.tree.leaves(tree):
@@ -430,7 +430,8 @@ def fetch_whole(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def _on_gpu(tree):
+def on_gpu(tree: Any) -> bool:
+    """Return whether any leaf of a tree is on a GPU."""
     return any(device.platform == "gpu" for leaf in jax.tree.leaves(tree) for device in leaf.devices())
 
 
