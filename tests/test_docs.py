@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,7 +177,8 @@ def kind_of(table: list[list[str]]) -> str:
 def config_of(experiment, flags):
     """An experiment's configuration by its flags, as stored in results.json."""
     if experiment == "on_accelerator":
-        return {"parts": on_accelerator.flags(shlex.split(flags)).parts}
+        with tempfile.TemporaryDirectory() as out:  # `flags` creates it
+            return {"parts": on_accelerator.flags(shlex.split(flags.replace("--out DIR", f"--out {out}"))).parts}
     found = tyro.cli(importlib.import_module(experiment).Config, args=shlex.split(flags))
     return json.loads(json.dumps(dataclasses.asdict(found), default=str))
 
