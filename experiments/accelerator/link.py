@@ -24,36 +24,21 @@ from studies.sides import Failed, Side
 from accelerator.measure import Task, interval, last_line, over, words
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.tables import empty_parts
+from jaxrec.oac.stages import fetch_async, fetch_pinned
 
 COUNTED = 10  # measured batches of a turn
 FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
 
 
-def to_pinned(placement):
-    """Return the same placement in pinned host memory, which the device reads without a CPU copy."""
-    return jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), placement)
-
-
 def send_pinned(tree, placement):
-    """Send to the device through pinned memory."""
-    return jax.device_put(jax.device_put(tree, to_pinned(placement)), placement)
-
-
-def fetch_pinned(tree):
-    """Fetch to the host through pinned memory."""
-    return jax.tree.map(np.asarray, jax.device_put(tree, to_pinned(jax.tree.map(lambda leaf: leaf.sharding, tree))))
+    """Send to the device through pinned memory, which the device reads without a CPU copy."""
+    pinned = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), placement)
+    return jax.device_put(jax.device_put(tree, pinned), placement)
 
 
 def fetch_plain(tree):
-    """Fetch to the host leaf by leaf."""
+    """Fetch to the host leaf by leaf; the pipeline fetches by `fetch_pinned` from a GPU, else by `fetch_async`."""
     return jax.tree.map(np.asarray, tree)
-
-
-def fetch_async(tree):
-    """Fetch to the host after all copies have been started, as the pipeline does by default without a GPU."""
-    for leaf in jax.tree.leaves(tree):
-        leaf.copy_to_host_async()
-    return fetch_plain(tree)
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -196,9 +181,9 @@ def bandwidth(task: Task) -> None:
         for name, way in {
             "send_plain": functools.partial(_send, megabytes, None),
             "send_pinned": functools.partial(_send, megabytes, pinned),
-            "fetch_plain": functools.partial(_fetch, megabytes, "plain"),
-            "fetch_async": functools.partial(_fetch, megabytes, "async"),
-            "fetch_pinned": functools.partial(_fetch, megabytes, "pinned"),
+            "fetch_plain": functools.partial(_fetch, megabytes, fetch_plain),
+            "fetch_async": functools.partial(_fetch, megabytes, fetch_async),
+            "fetch_pinned": functools.partial(_fetch, megabytes, fetch_pinned),
         }.items():
             try:
                 way()
@@ -217,16 +202,11 @@ def _send(megabytes, by):
     return array.nbytes / 1e9 / (time.perf_counter() - start)
 
 
-def _fetch(megabytes, way):
+def _fetch(megabytes, fetch):
     # A new array each time: an array caches its host copy.
     array = jax.block_until_ready(_made(megabytes << 18, jnp.float32(1)))
     start = time.perf_counter()
-    if way == "pinned":
-        fetch_pinned(array)
-    else:
-        if way == "async":
-            array.copy_to_host_async()
-        np.asarray(array)
+    fetch(array)
     return array.nbytes / 1e9 / (time.perf_counter() - start)
 
 
