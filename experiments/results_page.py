@@ -35,8 +35,8 @@ KINDS = ("measured", "emulated", "simulated", "modelled")
 PATHS = ("path", "traces")  # flags that name a place on one machine
 MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
 HEAD = (
-    "Every claim of the three abstracts, as far as two CPU cores and half an hour on one GPU can tell. Only the "
-    "abstracts could be read. "
+    "Every claim of the three abstracts, as far as two CPU cores and half an hour on one GPU can tell. "
+    "Only the abstracts could be read. "
     "The last column of a table leads to the run: its command, machine, date and file."
 )
 _RUN = re.compile(
@@ -123,11 +123,18 @@ def add(directory: Path, to: str, root: Path) -> Path:
     """
     if not re.fullmatch(r"\w+/\w+", to):
         raise ValueError(f"--to {to!r} is not MACHINE/NAME, such as two_cores_cpu/oac_link.")
+    found, rows = (of_part(json.loads(directory.read_text())), "") if directory.is_file() else of_run(directory)
     target = root / "experiments" / "results" / f"{to}.json"
     make_directory(target.parent)
-    if directory.is_file():
-        write_text(target, json.dumps(of_part(json.loads(directory.read_text())), indent=2) + "\n")
-        return target
+    write_text(target, json.dumps(found, indent=2) + "\n")
+    target.with_suffix(".jsonl").unlink(missing_ok=True)  # of an earlier run
+    if rows:
+        write_text(target.with_suffix(".jsonl"), rows)
+    return target
+
+
+def of_run(directory: Path) -> tuple[dict[str, Any], str]:
+    """Return the content of the results file of a run, and the lines of its log that are of a seed."""
     if lost := [name for name in ("config", "environment", "results") if not (directory / f"{name}.json").exists()]:
         raise ValueError(f"{directory} holds no finished run: it lacks {', '.join(f'{name}.json' for name in lost)}.")
     found = {
@@ -140,11 +147,7 @@ def add(directory: Path, to: str, root: Path) -> Path:
         if given := config.get(name):
             config[name] = [Path(one).name for one in given] if isinstance(given, list) else Path(given).name
     found["config"] = config | {"workdir": None}
-    write_text(target, json.dumps(found, indent=2) + "\n")
-    target.with_suffix(".jsonl").unlink(missing_ok=True)  # of an earlier run
-    if rows := [line for line in lines if "seed" in json.loads(line)]:
-        write_text(target.with_suffix(".jsonl"), "".join(rows))
-    return target
+    return found, "".join(line for line in lines if "seed" in json.loads(line))
 
 
 def of_part(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,8 +166,8 @@ def of_part(found: Mapping[str, Any]) -> dict[str, Any]:
     for row in found["rows"]:
         point = "_".join(f"{name}_{value}" for name, value in row["point"].items())
         for name, value in row["figures"].items():
-            for key, one in value.items() if isinstance(value, dict) else [("median", value)]:
-                results["_".join([name, *[key] * (key != "median"), point])] = one
+            for key, one in (value if isinstance(value, dict) else {"median": value}).items():
+                results[f"{name}_{point}" if key == "median" else f"{name}_{key}_{point}"] = one
     config = {"parts": [found["part"]]}
     return {"config": config, "environment": found["about"], "results": results, "left_out": found["left_out"]}
 
