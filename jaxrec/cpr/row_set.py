@@ -115,7 +115,7 @@ def _insert(entry, unique, count, batch, sampled):
         place = jnp.take_along_axis(at, best[:, None], axis=1)[:, 0]
         wanted = sampled & (jnp.arange(len(rows)) < used) & ~jnp.any(kind == 3, axis=1)
         place = jnp.where(wanted, place, size)
-        # `min`, as EMPTY is the smallest number: a `set` need not drop on a GPU, see `device_plan`.
+        # `min`, as EMPTY is the smallest number: a `set` of equal indices may not drop on a GPU, see `device_plan`.
         return entry.at[place].min(EMPTY, mode="drop").at[place].max(rows, mode="drop")
 
     return jax.vmap(one)(entry, unique // len(unique), count)

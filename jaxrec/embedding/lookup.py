@@ -248,8 +248,8 @@ def _number(rows, stack, capacity, sharded):
     local = jnp.clip(shard, 0, here - 1)
     # Valid at first appearances only.
     rank = jnp.take_along_axis(order, local[:, None], axis=1)[:, 0] - 1
-    # One index, and unique where it drops too. With a pair of indices, or equal ones,
-    # `--xla_gpu_deterministic_ops` stores what must be dropped in the next shard (jax 0.11, compare jax#27796).
+    # One index, and unique where it drops too. With a pair of indices that are not called unique,
+    # `--xla_gpu_deterministic_ops` stored elsewhere what must be dropped (jax 0.11.2 on an H200, compare jax#27796).
     target = jnp.where(mine & (first == index) & (rank < capacity), local * capacity + rank, here * capacity + index)
     unique = jnp.full(here * capacity, stack.rows, jnp.int32).at[target].set(rows, mode="drop", unique_indices=True)
     unique = unique.reshape(here, capacity)
