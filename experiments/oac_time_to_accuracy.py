@@ -5,7 +5,7 @@
 
 Small skewed tables, where rows are rewritten within a few batches, trained by a small DLRM over host tables. Arms:
 sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; 8 seeds, paired: all
-arms of a seed share data and initial values.
+arms of a seed share data and initial values, which differ between seeds.
 
 Two things are measured separately. *Steps to the target*, from the curves of test AUC. The target of a seed is 99.5 %
 of the way from 0.5 to the AUC that sync has after 800 steps; every other arm trains 800 steps, and on until it reaches
@@ -51,6 +51,7 @@ from jaxrec.step import init_state, make_eval_step, make_update
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
 WIDTH = 8
+LINK_LATENCY_S = 5e-5
 MOST = 5  # limit of the steps to the target, as a multiple of the steps of sync
 
 
@@ -102,20 +103,25 @@ class SkewJob:
         self.eval_step = make_eval_step(self.spec, predict)
 
     def fresh_state(self, seed: int):
-        """Initial tables and parameters; the parameters are drawn from the seed."""
+        """Initial tables and parameters of a seed."""
+        seed += self.config.seed
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(CARDINALITIES), WIDTH))
         params = self.model.init(jax.random.key(seed), *example)
-        return init_state(params, self.optimizer, HostTables.create(self.spec, self.row_optimizer))
+        tables = HostTables.create(dataclasses.replace(self.spec, seed=seed), self.row_optimizer)
+        return init_state(params, self.optimizer, tables)
 
     def clicks(self, exponent: float, seed: int) -> SyntheticClicks:
         """Data of a seed."""
         return SyntheticClicks(CARDINALITIES, exponent=exponent, seed=self.config.seed + seed)
 
-    def calibration(self) -> Callable[[EmulatedLink], None]:
-        """Return a function that gives a link the bandwidth at which sending a batch takes as long as its update."""
+    def calibration(self, exponent: float) -> Callable[[EmulatedLink], None]:
+        """Return a function that gives a link the bandwidth at which sending a batch takes as long as its update.
+
+        A batch of less skewed ids has more rows, so each skew is sent over a link of its own speed.
+        """
         state = self.fresh_state(0)
         update, dense = jax.jit(self.update, donate_argnums=0), state.dense
-        batch = next(iter(self.clicks(1.05, 0).stream(self.config.batch_size, batches=1)))
+        batch = next(iter(self.clicks(exponent, 0).stream(self.config.batch_size, batches=1)))
         plans = plan(self.spec, batch.ids)
         rows = state.tables.read(plans)
         sent = rows, [p.inverse for p in plans.values()], batch._replace(ids={})  # the loss does not read ids
@@ -155,10 +161,10 @@ class SkewJob:
                     break
         return rows
 
-    def step_seconds(
-        self, arms: list[Arm], link: EmulatedLink, rounds: int, counted: int, calibrate: Callable[[EmulatedLink], None]
-    ) -> dict[str, list[float]]:
-        """Step time in seconds of each arm, one per round, interleaved over the link, which each round calibrates."""
+    def step_seconds(self, arms: list[Arm], rounds: int, counted: int) -> dict[str, list[float]]:
+        """Step time in seconds of each arm of a skew, one per round, over a link that each round calibrates."""
+        link, calibrate = EmulatedLink(math.inf, LINK_LATENCY_S), self.calibration(arms[0].exponent)
+        calibrate(link)
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}
@@ -321,14 +327,17 @@ def draw(run: Run, curves: dict[tuple, list[dict]], results: dict[str, Any], exp
         plot(run.directory / f"auc_over_{name}.png", {"test AUC": lines}, x_label, title, levels=levels)
 
 
-def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int, link: EmulatedLink) -> None:
+def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int) -> None:
     """Train and log the arms missing in the run; sync first, as it sets the target of its seed."""
+    links = {arm.exponent: EmulatedLink(math.inf, LINK_LATENCY_S) for arm in every_arm}
+    for exponent, link in links.items():
+        job.calibration(exponent)(link)
     for seed, arm in tqdm(list(itertools.product(range(seeds), every_arm)), unit="run", disable=None):
         curves = curves_of(run.metrics())
         if (arm.exponent, arm.name, seed) in curves:
             continue
         target = None if arm.mode == "sync" else target_of(curves[arm.exponent, "sync", seed])
-        rows = job.train(arm, seed, link, target)
+        rows = job.train(arm, seed, links[arm.exponent], target)
         for row in rows:
             run.log({"arm": arm.name, "exponent": arm.exponent, "seed": seed} | row | {"ended": row is rows[-1]})
 
@@ -341,12 +350,10 @@ def main(config: Config) -> dict:
     rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
     job, every_arm = SkewJob(config, steps, every_steps), arms(config)
     exponent = max(arm.exponent for arm in every_arm)
-    link, calibrate = EmulatedLink(math.inf, 5e-5), job.calibration()
-    calibrate(link)
     if not any("step_s" in row for row in run.metrics()):
         compared = [arm for arm in every_arm if arm.exponent == exponent]
-        run.log({"step_s": job.step_seconds(compared, link, rounds, counted, calibrate)})
-    train_all(run, job, every_arm, seeds, link)
+        run.log({"step_s": job.step_seconds(compared, rounds, counted)})
+    train_all(run, job, every_arm, seeds)
     step_s = next(row["step_s"] for row in run.metrics() if "step_s" in row)
     curves = curves_of(run.metrics())
     results = quality_of(curves, seeds)

@@ -319,6 +319,14 @@ def test_the_interval_of_a_ratio_of_seconds_covers_rounds_and_seeds():
     assert both["_high"] / both["_low"] > noisy["_high"] / noisy["_low"]
 
 
+def test_seeds_of_time_to_accuracy_start_from_their_own_rows_and_parameters():
+    job = oac_time_to_accuracy.SkewJob(oac_time_to_accuracy.Config(), steps=1, every_steps=1)
+    states = [job.fresh_state(seed) for seed in (0, 0, 1)]
+    params = [jax.tree.leaves(state.dense.params) for state in states]
+    for first, again, other in (params, [state.tables.parts("width_8")["value"] for state in states]):
+        assert all(map(np.array_equal, first, again)) and not any(map(np.array_equal, first, other))
+
+
 @pytest.mark.slow
 def test_oac_time_to_accuracy_tells_steps_from_seconds(tmp_path):
     found = smoke(tmp_path, "oac_time_to_accuracy")
