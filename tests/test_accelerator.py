@@ -307,7 +307,13 @@ def test_step_time(tmp_path):
     found, rows = smoke("step_time", tmp_path)
     assert len(rows) == 2 and '"dcnv2"' in list(rows)[1]
     for figures in rows.values():
-        for way in ("jaxrec", "jaxrec_device_plan", "jaxrec_device_plan_resident", "jaxrec_planned"):
+        for way in (
+            "jaxrec",
+            "jaxrec_sent_ahead",
+            "jaxrec_device_plan",
+            "jaxrec_device_plan_resident",
+            "jaxrec_planned",
+        ):
             assert figures[f"{way}_ms"]["median"] > 0
         assert figures["jaxrec_matmul_error"] < 1e-5
         if found["about"]["torch"]:

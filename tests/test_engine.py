@@ -113,6 +113,26 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
 
 
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_batches_on_the_device_are_planned_there_with_equal_results(home):
+    """Capacities grow on the way and are checked as on the host; a bad id is refused before its step."""
+    kinds, sent = set(), (jax.device_put(batch_at(index, size=8 + 8 * (index > 5))) for index in range(12))
+
+    def hook(state, step, plans, metrics):
+        kinds.update(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plans))
+        return state
+
+    with Serial(fresh(home), STEP) as engine:
+        list(engine.run(sent, [hook]))
+        found = bits(engine.state)
+        with pytest.raises(ValueError, match="1 ids of lookups"):
+            list(engine.run([jax.device_put(batch_of({"item": np.array([1, 40])}, np.ones(2)))]))
+        assert engine.step == 12 and same(bits(engine.state), found)
+    with Serial(fresh(home), STEP) as engine:
+        list(engine.run(batch_at(index, size=8 + 8 * (index > 5)) for index in range(12)))
+        assert kinds == {True} and same(bits(engine.state), found)
+
+
 class Blocks:
     """The rows of the batches of `stream_from`, a block each."""
 

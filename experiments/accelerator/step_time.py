@@ -1,10 +1,12 @@
 """Part 1: step time with tables on the device, beside PyTorch on the same card with the same work, in turns.
 
-Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop does;
-`jaxrec_device_plan` sends ids and plans on the device; `..._resident` is the same with batches on the device before the
-clock starts; `jaxrec_planned` is the step alone, planned before. Ways of PyTorch: duplicates reduced by hand (`unique`)
-or by coalescing a sparse gradient (`stacked`), eager and with the dense part under torch.compile; batches sent from
-pinned memory, or `_resident`. `matmul_error` shows the precision of both: about 1e-7 is f32, about 3e-4 TF32.
+Ways of jaxrec: `jaxrec` plans on the host in a thread and sends inputs with each step, as the loop does by default;
+`jaxrec_sent_ahead` is the loop over batches that its thread sends to the device, which then plans them;
+`jaxrec_device_plan` sends ids and plans in one program with the step; `..._resident` is the same with batches on the
+device before the clock starts; `jaxrec_planned` is the step alone, planned before. Ways of PyTorch: duplicates reduced
+by hand (`unique`) or by coalescing a sparse gradient (`stacked`), eager and with the dense part under torch.compile;
+batches sent from pinned memory, or `_resident`. `matmul_error` shows the precision of both: about 1e-7 is f32, about
+3e-4 TF32.
 
 Every way is a separate process on the card (the ways of jaxrec share one), with separate tables: none may take all the
 memory, so XLA does not preallocate (set by on_accelerator.py).
@@ -22,6 +24,7 @@ from accelerator.measure import Task, interval, last_line, over
 
 JAX_WAYS = {
     "jaxrec": "run",
+    "jaxrec_sent_ahead": "run_sent_ahead",
     "jaxrec_device_plan": "run_device_plan",
     "jaxrec_device_plan_resident": "run_device_plan_resident",
     "jaxrec_planned": "run_planned",
@@ -120,6 +123,8 @@ def _figures(job, turns):
     for way in turns:
         if way.startswith("torch"):
             end = "_resident" if way.endswith("_resident") else ""
-            for ours in ("jaxrec_device_plan_resident",) if end else ("jaxrec", "jaxrec_device_plan"):
+            for ours in (
+                ("jaxrec_device_plan_resident",) if end else ("jaxrec", "jaxrec_sent_ahead", "jaxrec_device_plan")
+            ):
                 found[f"{way}_over_{ours}"] = over(turns[way], turns[ours])
     return found
