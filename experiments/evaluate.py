@@ -28,7 +28,16 @@ from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
 from main.table_data import open_rows
 from main.table_summary import open_schema
-from main.trained import Trained, job_of, open_run, prepared_of, table_directory, table_of_run, tested_on
+from main.trained import (
+    Trained,
+    job_of,
+    open_run,
+    prepared_of,
+    refuse_trained_rows,
+    table_directory,
+    table_of_run,
+    tested_on,
+)
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
@@ -103,10 +112,19 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
             f"{config.path[0]} was prepared with another vocabulary than {directory}, from which {run.directory} was "
             "trained, so that its ids mean other categories: give the raw files, which are mapped as the run's were."
         )
-    directory = config.path[0] if config.path else directory
+    directory = chosen(config, directory)
     return Examples(
         iter(Loader(open_split(directory, config.split), TEST_BATCH)), True, f"{config.split} of {directory}"
     )
+
+
+def chosen(config: Config, own: Path) -> Path:
+    """Return the prepared directory of --path, or the run's own; it must not test what the run was trained on."""
+    if not config.path:
+        return own
+    if config.split != "train":
+        refuse_trained_rows(own, config.path[0])
+    return config.path[0]
 
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
@@ -117,7 +135,7 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
         labelled = raw.has_labels(config.path, schema)
         blocks = raw.read_rows(config.path, schema, directory, labelled)
         return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
-    directory = config.path[0] if config.path else table_directory(run, config.prepared)
+    directory = chosen(config, table_directory(run, config.prepared))
     table_of_run(run, directory)
     rows = Loader(open_rows(directory, config.split), TEST_BATCH)
     return Examples(iter(rows), True, f"{config.split} of {directory}")

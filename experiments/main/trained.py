@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 import optax
 
 from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
+from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
 from main.click_data import ClickJob, click_job, make_model
 from main.flags import PREPARATION, preparation, prepared_directory
 from main.table_data import table_job, table_of
+
+_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows")  # options that do not divide rows into splits
 
 
 class Trained(NamedTuple):
@@ -135,6 +138,21 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
     tables = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
     refuse_other_ids(run, found, tables, encoder.digest)
     return found, encoder
+
+
+def refuse_trained_rows(own: Path, other: Path) -> None:
+    """Refuse a directory in which rows of a run's own directory are divided otherwise: it would be tested on its own.
+
+    Ids alone do not tell: hashed ones are the same in every division.
+    """
+    mine, its = (read_metadata(local_path(directory)) for directory in (own, other))
+    texts = [set(map(tuple, one.get("texts", ()))) for one in (mine, its)]
+    division = [{name: value for name, value in one["options"].items() if name not in _STORAGE} for one in (mine, its)]
+    if texts[0] & texts[1] and (texts[0] != texts[1] or division[0] != division[1]):
+        raise ValueError(
+            f"{other} divides rows of {own} otherwise, so that the run was trained on some of its test rows: give the "
+            "run's own directory, or one of other files."
+        )
 
 
 def refuse_other_ids(run: Trained, directory: Path, tables: Mapping[str, int], digest: str) -> None:

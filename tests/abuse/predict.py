@@ -217,6 +217,33 @@ def _(directory):
     evaluated(run, directory, directory / "other")
 
 
+@situation("hashed rows of a run divided by another seed as --path", ValueError, "trained on some of its test rows")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False, hash_cap=50, split="random")
+    prepare([directory / "train.txt"], directory / "other", hash_cap=50, split="random", seed=1)
+    evaluated(run, directory, directory / "other")
+
+
+@situation("some files of a run as --path, divided anew", ValueError, "trained on some of its test rows")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False, hash_cap=50)
+    more = write_lines(directory / "more.txt", criteo_lines(60, seed=1))
+    prepare([directory / "train.txt", more], directory / "other", hash_cap=50)
+    evaluated(run, directory, directory / "other")
+
+
+@situation("hashed rows of other files as --path, and the same division in another place")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False, hash_cap=50)
+    more = write_lines(directory / "more.txt", criteo_lines(60, seed=1))
+    prepare([more], directory / "other", hash_cap=50)
+    prepare([directory / "train.txt"], directory / "again", hash_cap=50, block_rows=8)
+    for name, rows in (("other", 10), ("again", 40)):
+        flags = evaluate.Config(run_directory=run, workdir=directory / f"e_{name}", path=(directory / name,))
+        evaluate.main(flags)
+        assert json.loads((flags.workdir / "results.json").read_text())["rows"] == rows
+
+
 @situation("a directory whose tables are larger than the run's", ValueError, "another vocabulary .*C1 has")
 def _(directory):
     run, *_ = criteo_run(directory, noted=False, trained=False)
