@@ -1,10 +1,11 @@
 """Time to accuracy of the four modes: does asynchrony hurt, and what does avoiding both staleness and waiting cost?
 
     python experiments/oac_time_to_accuracy.py                 7 minutes
+    python experiments/oac_time_to_accuracy.py --seeds 24      half an hour
     python experiments/oac_time_to_accuracy.py --preset paper  more steps, arms and seeds; goes on arm by arm
 
 Small skewed tables, where rows are rewritten within a few batches, trained by a small DLRM over host tables. Arms:
-sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; 8 seeds, paired: all
+sync, semisync (one batch stale), async and oac with several windows, several skews of the ids; seeds are paired: all
 arms of a seed share data and initial values, which differ between seeds.
 
 Two things are measured separately. *Steps to the target*, from the curves of test AUC. The target of a seed is 99.5 %
@@ -62,6 +63,8 @@ class Config(Flags):
     batch_size: int = 256
     row_learning_rate: float = 0.1
     learning_rate: float = 0.01
+    seeds: int | None = None
+    """Number of seeds; that of the preset by default."""
     resume: bool = False
     """Continue with the unfinished arms of the run in --workdir."""
 
@@ -346,7 +349,8 @@ def main(config: Config) -> dict:
     """Measure step times, run all arms and seeds, and return the contents of results.json."""
     run = Run("oac_time_to_accuracy", config, config.workdir, config.resume)
     sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
-    steps, every_steps, seeds = sizes[config.preset]
+    steps, every_steps, of_preset = sizes[config.preset]
+    seeds = config.seeds or of_preset
     rounds, counted = {"smoke": (2, 20), "default": (24, 150), "paper": (96, 150)}[config.preset]
     job, every_arm = SkewJob(config, steps, every_steps), arms(config)
     exponent = max(arm.exponent for arm in every_arm)
