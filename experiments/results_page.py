@@ -45,7 +45,7 @@ _RUN = re.compile(
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#111}
 .wide{overflow-x:auto;margin-bottom:1rem}table{border-collapse:collapse;font-size:.9rem}
 th,td{border:1px solid #999;padding:.3rem .5rem;
-text-align:left;vertical-align:top}th{background:#eee}code,h3{overflow-wrap:anywhere}img{max-width:100%}"""
+text-align:left;vertical-align:top}th{background:#eee}code,h3,p a{overflow-wrap:anywhere}img{max-width:100%}"""
 
 # How the picture of a results file is drawn: (its content, empty directory).
 PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
