@@ -9,7 +9,7 @@ and the other form of each rule. Regime: free-running, threads of one process.
 
 Every trainer is tested after `finish`, and figures are means over the trainers. The number of steps is the same in all
 arms. Intervals are 95 % of paired differences over seeds; `above_none_*`: mean accuracy is higher, or mean loss lower,
-than without synchronisation. No results are kept.
+than without synchronisation.
 """
 
 import dataclasses
