@@ -167,7 +167,6 @@ class SkewJob:
     def step_seconds(self, arms: list[Arm], rounds: int, counted: int) -> dict[str, list[float]]:
         """Step time in seconds of each arm of a skew, one per round, over a link that each round calibrates."""
         link, calibrate = EmulatedLink(math.inf, LINK_LATENCY_S), self.calibration(arms[0].exponent)
-        calibrate(link)
         longest = counted + 3 + max(arm.window for arm in arms)
         batches = list(self.clicks(arms[0].exponent, 0).stream(self.config.batch_size, batches=longest))
         pipelines = {arm.name: self.pipeline(arm, 0, link) for arm in arms}

@@ -122,9 +122,7 @@ def _figures(job, turns):
     found["jaxrec_examples_per_s"] = interval([job.batch_size / t for t in turns["jaxrec"]])
     for way in turns:
         if way.startswith("torch"):
-            end = "_resident" if way.endswith("_resident") else ""
-            for ours in (
-                ("jaxrec_device_plan_resident",) if end else ("jaxrec", "jaxrec_sent_ahead", "jaxrec_device_plan")
-            ):
+            sent = ("jaxrec", "jaxrec_sent_ahead", "jaxrec_device_plan")
+            for ours in ("jaxrec_device_plan_resident",) if way.endswith("_resident") else sent:
                 found[f"{way}_over_{ours}"] = over(turns[way], turns[ours])
     return found

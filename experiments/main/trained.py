@@ -141,18 +141,23 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
 
 
 def refuse_trained_rows(own: Path, other: Path) -> None:
-    """Refuse a directory in which rows of a run's own directory are divided otherwise: it would be tested on its own.
+    """Refuse a directory that divides rows of a run's own otherwise: the run may have been trained on what it tests.
 
     Ids alone do not tell: hashed ones are the same in every division.
     """
-    mine, its = (read_metadata(local_path(directory)) for directory in (own, other))
-    texts = [set(map(tuple, one.get("texts", ()))) for one in (mine, its)]
-    division = [{name: value for name, value in one["options"].items() if name not in _STORAGE} for one in (mine, its)]
-    if texts[0] & texts[1] and (texts[0] != texts[1] or division[0] != division[1]):
+    (texts, options), (its_texts, its_options) = map(_division, (own, other))
+    if any(text in its_texts for text in texts) and (texts, options) != (its_texts, its_options):
         raise ValueError(
-            f"{other} divides rows of {own} otherwise, so that the run was trained on some of its test rows: give the "
-            "run's own directory, or one of other files."
+            f"{other} divides rows of {own} otherwise, so that the run may have been trained on some of its test rows: "
+            "give the run's own directory, or one of other files."
         )
+
+
+def _division(directory):
+    """What divides the rows of a prepared directory: its texts in their order, and its options."""
+    metadata = read_metadata(local_path(directory))
+    options = {name: value for name, value in metadata["options"].items() if name not in _STORAGE}
+    return metadata.get("texts", []), options
 
 
 def refuse_other_ids(run: Trained, directory: Path, tables: Mapping[str, int], digest: str) -> None:

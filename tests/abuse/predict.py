@@ -232,6 +232,15 @@ def _(directory):
     evaluated(run, directory, directory / "other")
 
 
+@situation("the files of a run in another order as --path", ValueError, "trained on some of its test rows")
+def _(directory):
+    run, *_ = criteo_run(directory, trained=False, hash_cap=50)
+    files = [directory / "train.txt", write_lines(directory / "more.txt", criteo_lines(240, seed=1))]
+    prepare(files, directory / "both", hash_cap=50)
+    prepare(files[::-1], directory / "other", hash_cap=50)
+    evaluated(run, directory, directory / "other", prepared=directory / "both")
+
+
 @situation("hashed rows of other files as --path, and the same division in another place")
 def _(directory):
     run, *_ = criteo_run(directory, trained=False, hash_cap=50)
