@@ -156,14 +156,14 @@ class Workers:
             item = self.stages.items.get(worker.number)
             try:
                 if item is not None:
-                    self._load(item, worker.number, epoch)
+                    self._load(item, worker, epoch)
             except BaseException as error:  # go on: earlier batches must still be loaded
                 self._fail(worker, error, epoch)
             # Otherwise this batch's rows would stay alive while the thread waits for its next batch.
             del item
 
-    def _load(self, item: Item, number: int, epoch: int):
-        scheduler, stages = self.scheduler, self.stages
+    def _load(self, item: Item, worker: Worker, epoch: int):
+        scheduler, stages, number = self.scheduler, self.stages, worker.number
         if item.inputs is None:  # inputs stay valid when rows are gathered again
             item.inputs = stages.send_inputs(item.planned)
         watermark = scheduler.admit(number, epoch)
@@ -174,9 +174,11 @@ class Workers:
         except ShardsLost as lost:  # parked: claimed and gathered again after the recovery
             scheduler.mark_not_loaded(lost.shards)
             return
-        except BaseException:
+        except BaseException as error:
+            # Reported first: once no gather is in progress, `exclusive` may void the claim, and the error is lost.
+            self._fail(worker, error, epoch)
             scheduler.mark_not_loaded()
-            raise
+            return
 
         def store():
             # Popped, so that this frame holds no rows: the batch may be committed before `mark_loaded` returns.
