@@ -302,7 +302,7 @@ def draw(run: Run, rows: list[dict[str, float]], results: dict[str, Any]) -> Non
 
 def main(config: Config) -> dict:
     """Run all methods in interleaved rounds and return the contents of results.json."""
-    rounds = {"smoke": 1, "default": 5, "paper": 20}[config.preset]
+    rounds = 1 if config.preset == "smoke" else 24
     if config.preset == "smoke":
         config = dataclasses.replace(config, table_mb=min(config.table_mb, 50), deltas=2)
     run = Run("cpr_real_cost", config, config.workdir)

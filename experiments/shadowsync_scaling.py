@@ -8,9 +8,9 @@ Regime: free-running. Three parts, which share no keys:
 
 `measured_*`: trainers train the reference workload of throughput.py over shared host tables with `train_freely`: n
 threads of one process, pinned to n cores, each program limited to one thread. The base is one trainer on one core
-without synchronisation; in 6 short rounds (`paper`: 24) it is interleaved with trainers on all cores: none; every rule
-in both forms (easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as
-`_paced`, at --pace-seconds; bandwidth unlimited. `busy_cores` below n means that other processes had the cores;
+without synchronisation; in 24 short rounds it is interleaved with trainers on all cores: none; every rule in both forms
+(easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
+--pace-seconds; bandwidth unlimited. `busy_cores` below n means that other processes had the cores;
 `cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is the efficiency that free cores would
 have given if no trainer waits.
 
@@ -77,7 +77,7 @@ class Preset(NamedTuple):
 SHADOWS = tuple(f"s_{rule}{pace}" for rule in FORMS_OF_RULES for pace in ("", "_paced"))
 PRESETS = {
     "smoke": Preset((1, 24), (100,), 15, ("s_easgd-symmetric", "s_ma-delta_paced"), 15, 1),
-    "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", *SHADOWS), 8, 6),
+    "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", *SHADOWS), 8, 24),
     "paper": Preset(
         (1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64), (128, 256, 512, 1000), 300, ("none", *SHADOWS), 15, 24
     ),
@@ -86,7 +86,7 @@ PRESETS = {
 # {preset: (arms, rounds, steps)} of trainers in processes.
 OF_PROCESSES: dict[str, tuple[tuple[str, ...], int, int]] = {
     "smoke": (("s_easgd_paced",), 1, 300),
-    "default": (("s_easgd", "s_easgd_paced", "s_ma_paced"), 5, 100),
+    "default": (("s_easgd", "s_easgd_paced", "s_ma_paced"), 24, 40),
     "paper": (("s_easgd_paced",), 24, 100),
 }
 
