@@ -1,8 +1,8 @@
 """Examples/s over trainers: foreground rounds saturate the sync servers, background rounds only widen the sync gap.
 
-    python experiments/shadowsync_scaling.py                 10 minutes
+    python experiments/shadowsync_scaling.py                 30 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
-    python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 10 minutes
+    python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 40 minutes
 
 Regime: free-running. Three parts, which share no keys:
 
