@@ -31,10 +31,10 @@ each, over rows at two servers (`pool_work.py`): none, and shadows back to back 
 is over n times one trainer of the same arm, `over_no_sync` over equally many trainers that do not synchronise. Servers
 share the trainers' cores if there are no others.
 
-`measured_efficiency` is examples/s over n times the base; `of_ideal`, of the other two parts, over n trainers that
-never wait. FR-EASGD-k waits for a round every k steps, so its rate cannot exceed k batches per round times the rounds
-that the servers can serve; `flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k;
-a shadow's is an outcome.
+`measured_efficiency` is examples/s over n times the base, and `measured_over_no_sync` over n trainers that do not
+synchronise, in the same round; `of_ideal`, of the other two parts, over n trainers that never wait. FR-EASGD-k waits
+for a round every k steps, so its rate cannot exceed k batches per round times the rounds that the servers can serve;
+`flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ class Preset(NamedTuple):
 
 SHADOWS = tuple(f"s_{rule}{pace}" for rule in FORMS_OF_RULES for pace in ("", "_paced"))
 PRESETS = {
-    "smoke": Preset((1, 24), (100,), 15, ("s_easgd-symmetric", "s_ma-delta_paced"), 15, 1),
+    "smoke": Preset((1, 24), (100,), 15, ("none", "s_easgd-symmetric", "s_ma-delta_paced"), 15, 1),
     "default": Preset((1, 2, 4, 8, 16, 32, 64), (128, 256, 512, 1000), 40, ("none", *SHADOWS), 8, 24),
     "paper": Preset(
         (1, 2, 4, 8, 12, 14, 16, 20, 24, 32, 48, 64), (128, 256, 512, 1000), 300, ("none", *SHADOWS), 15, 24
@@ -138,6 +138,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
             results |= ratio(f"measured_efficiency_{end}", rate[way, n] / (n * rate[base]))
             results |= ratio(f"measured_cpu_time_efficiency_{end}", cpu_s[base] / cpu_s[way, n])
         if way != "none":
+            results |= ratio(f"measured_over_no_sync_{end}", rate[way, n] / rate["none", n])
             results[f"measured_average_sync_gap_{end}"] = float(np.median(of((way, n), "average_sync_gap")))
     run.log({"kind": "measured", "results": results})
     return results

@@ -84,6 +84,9 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert {key.split("_")[0] for key in found} == {"regime", "measured", "emulated", "simulated"}
     assert all(key.startswith("emulated_sleep_") for key in found if key.startswith("emulated"))
     assert not [key for key in found if "efficiency" in key and not key.startswith("measured")]
+    if found["measured_cores"] > 1:  # in one round
+        rate, alone = (found[f"measured_examples_per_s_{way}_trainers_2"] for way in ("s_ma-delta_paced", "none"))
+        assert found["measured_over_no_sync_s_ma-delta_paced_trainers_2"] == pytest.approx(rate / alone)
     many = "trainers_24_servers_2"
     # Rates of sleeping trainers vary on a busy machine, so only the simulation is checked.
     shadow, foreground = (found[f"simulated_examples_per_s_{way}_{many}"] for way in ("s_easgd", "fr_easgd_5"))
