@@ -22,7 +22,7 @@ from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, wri
 from main.report import listing
 from main.signals import say
 
-_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds"}  # flags, on resume
+_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times"}  # flags, on resume
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 
 
