@@ -72,6 +72,7 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             results[key] = values[0]
         elif all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             mean, half = paired_interval(values)
+            assert half is not None  # values that differ are several
             ends = {"low": mean - half, "high": mean + half, "min": min(values), "max": max(values)}
             results |= {key: mean} | {place.get((key, word), f"{key}_{word}"): end for word, end in ends.items()}
         else:
