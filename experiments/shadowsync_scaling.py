@@ -2,6 +2,7 @@
 
     python experiments/shadowsync_scaling.py                 30 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
+    python experiments/shadowsync_scaling.py --no-protocol   the measured trainers alone; 6 minutes
     python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 40 minutes
 
 Regime: free-running. Three parts, which share no keys:
@@ -100,6 +101,10 @@ class Config(Flags):
     batch_size: int = 2048
     where: Literal["threads", "processes"] = "threads"
     """Where the measured trainers run; with `processes` nothing else is run."""
+    rounds: int = 0
+    """Rounds of the measured trainers; 0 takes the preset's number."""
+    protocol: bool = True
+    """Whether to emulate and to simulate the protocol besides measuring."""
     tensors: Literal["equal", "dlrm"] = "equal"
     """Tensors divided among the servers: four equal ones, or those of DLRM-Kaggle."""
     saturation: float = 14.0
@@ -121,7 +126,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
         processes = pool.map(lambda n: Side(functools.partial(Trainers, job, n, config.pace_seconds)), numbers)
         sides = dict(zip(numbers, processes, strict=True))
     ways = {(way, n): functools.partial(sides[n].ask, "run", (way, preset.measured_steps)) for way, n in turns}
-    found = in_turns(ways, preset.rounds, "measured")
+    found = in_turns(ways, config.rounds or preset.rounds, "measured")
     for side in sides.values():
         side.close()
     of = lambda turn, figure: np.array([each[figure] for each in found[turn]])
@@ -261,10 +266,11 @@ def table(results: Mapping[str, Any], points: Iterable[Point]) -> str:
 
 
 def main(config: Config) -> dict:
-    """Run the three parts and return the contents of results.json."""
+    """Run the parts and return the contents of results.json."""
     processes = config.where == "processes"
     refuse(
-        unread(config, {"--where threads": (not processes, ("tensors", "saturation"))})
+        unread(config, {"--where threads": (not processes, ("protocol", "tensors", "saturation"))})
+        | unread(config, {"the protocol, which --no-protocol leaves out": (config.protocol, ("tensors", "saturation"))})
         | {f"--saturation {config.saturation} must be above 1: one trainer waits for no other.": config.saturation <= 1}
         | (rule_of_ray() if processes else {})
     )
@@ -276,11 +282,14 @@ def main(config: Config) -> dict:
     results: dict[str, Any] = {"regime": "free-running"}
     if processes:
         job = Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed)
-        results |= measured_processes(job, *OF_PROCESSES[config.preset], config.pace_seconds)
+        arms, rounds, steps = OF_PROCESSES[config.preset]
+        results |= measured_processes(job, arms, config.rounds or rounds, steps, config.pace_seconds)
+    else:
+        results |= measured(config, run)
+    if processes or not config.protocol:
         draw_measured(run.directory, results)
         run.close(results)
         return results
-    results |= measured(config, run)
     step_s = max(SHORTEST_STEP_S, results["measured_step_ms"] / 1e3)
     common, more = (
         points_of_protocol(config, step_s, preset.emulated),

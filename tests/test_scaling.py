@@ -84,6 +84,9 @@ def test_the_experiment_keeps_its_contract(tmp_path):
     assert {key.split("_")[0] for key in found} == {"regime", "measured", "emulated", "simulated"}
     assert all(key.startswith("emulated_sleep_") for key in found if key.startswith("emulated"))
     assert not [key for key in found if "efficiency" in key and not key.startswith("measured")]
+    alone = smoke(tmp_path / "alone", "shadowsync_scaling", "--no-protocol", "--rounds", 2)
+    assert alone.keys() - {"regime"} == {key for key in found if key.startswith("measured")}
+    assert [row["kind"] for row in logged(tmp_path / "alone")] == ["measured"]
     if found["measured_cores"] > 1:  # in one round
         rate, alone = (found[f"measured_examples_per_s_{way}_trainers_2"] for way in ("s_ma-delta_paced", "none"))
         assert found["measured_over_no_sync_s_ma-delta_paced_trainers_2"] == pytest.approx(rate / alone)
