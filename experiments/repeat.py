@@ -51,19 +51,19 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       runs: contents of their results.json. Their own intervals are not used.
 
     Returns:
-      `runs`, their number; what is equal in all of them as it is; other figures as their mean, with the ends of its
+      `repeats`, their number; what is equal in all of them as it is; other figures as their mean, with the ends of its
       95 % t-interval over the runs and the least and the most of them, under the keys that the runs have for these;
       other words that differ as "A or B". Keys that some run lacks are left out.
 
     >>> over_runs([{"side": "a", "x": 1.0, "x_low": 0.9, "n": 2}, {"side": "b", "x": 3.0, "x_low": 2.9, "n": 2}])
-    {'runs': 2, 'side': 'a or b', 'x': 2.0, 'x_low': -10.70..., 'x_high': 14.70...,
+    {'repeats': 2, 'side': 'a or b', 'x': 2.0, 'x_low': -10.70..., 'x_high': 14.70...,
      'x_min': 1.0, 'x_max': 3.0, 'n': 2}
     """
     found, place = [figures(one) for one in runs], {}
     for key, word in itertools.product(runs[0], ("low", "high", "min", "max")):
         if (of := re.sub(rf"_{word}(?=_|$)", "", key)) != key:
             place[of, word] = key
-    results: dict[str, Any] = {"runs": len(runs)}
+    results: dict[str, Any] = {"repeats": len(runs)}
     for key in found[0]:
         values = [one[key].value for one in found if key in one]
         if len(values) < len(runs):
@@ -102,6 +102,7 @@ def main(config: Config) -> dict:
     script = script_of(words)
     refuse({f"--times {config.times} must be at least 2: one run has no spread.": config.times < 2})
     with Run("repeat", config, config.workdir, config.resume) as run, stop_on_signals(go_on_with(run)) as asked:
+        logged = [row["run"] for row in run.metrics()]
         for number in range(1, config.times + 1):
             directory, results = run.directory / str(number), f"{number}/results.json"
             if not (run.directory / results).exists():
@@ -111,6 +112,7 @@ def main(config: Config) -> dict:
                 with open(f"{directory}.log", "a") as output:
                     each = [sys.executable, str(script), *words[1:], "--workdir", str(directory)]
                     run_child(each, f"run {number}", asked, output=output)
+            if number not in logged:
                 run.log({"run": number} | run.read_json(results))
         found = over_runs([run.read_json(f"{number}/results.json") for number in range(1, config.times + 1)])
         run.close(found, f"{config.command}, {config.times} runs\n{listing(found)}")

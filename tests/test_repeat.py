@@ -49,7 +49,7 @@ def test_figures_keep_their_keys_and_what_is_no_number_is_not_averaged():
     found = repeat.over_runs([runs[0] | {"only_here": 1.0}, *runs[1:]])
     half = 4.302652729911275 / 3**0.5  # of t with two degrees of freedom, and a deviation of 1
     assert found == {
-        "runs": 3, "x_at_4": 2.0, "x_low_at_4": pytest.approx(2 - half), "x_high_at_4": pytest.approx(2 + half),
+        "repeats": 3, "x_at_4": 2.0, "x_low_at_4": pytest.approx(2 - half), "x_high_at_4": pytest.approx(2 + half),
         "x_min_at_4": 1.0, "x_at_4_max": 3.0, "kept": True, "equal": "False or True",
     }  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_runs_are_added_and_one_that_was_cut_off_is_measured_anew(tmp_path, star
     (tmp_path / "3").mkdir()
     (tmp_path / "3" / "metrics.jsonl").write_text("{}\n")
     found = repeat.main(repeat.Config(COMMAND, times=4, workdir=tmp_path, resume=True))
-    assert (found["runs"], found["rate"], found["rate_min"], found["rate_max"]) == (4, 3.0, 1.5, 4.5)
+    assert (found["repeats"], found["rate"], found["rate_min"], found["rate_max"]) == (4, 3.0, 1.5, 4.5)
     assert [path.name for path in started] == ["1", "2", "3", "4"]
     assert (tmp_path / "1" / "results.json").stat().st_mtime_ns == first
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -100,7 +100,7 @@ def test_a_benchmark_is_repeated(tmp_path):
     words = "throughput.py --preset smoke --rows 2000 --batch-size 64"
     found = repeat.main(repeat.Config(words, times=2, workdir=tmp_path))
     each = [json.loads((tmp_path / str(n) / "results.json").read_text()) for n in (1, 2)]
-    assert each[0]["step_ms"] != each[1]["step_ms"] and found["runs"] == 2
+    assert each[0]["step_ms"] != each[1]["step_ms"] and found["repeats"] == 2
     assert found["step_ms"] == pytest.approx(np.mean([one["step_ms"] for one in each]))
     assert {"step_over_parts", "step_over_parts_low", "step_over_parts_high", "step_ms_low"} <= found.keys()
     shutil.rmtree(tmp_path / "2")
