@@ -13,8 +13,6 @@ few and add others with --resume. Nothing else should run beside it. It takes as
 """
 
 import dataclasses
-import itertools
-import re
 import shlex
 import shutil
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 from main.children import run_child
 from main.cli import Run, command_line, listing, paired_interval, refuse, say
-from main.report import figures
+from main.report import figures, keys_beside
 from main.run_dir import go_on_with
 from main.signals import stop_on_signals
 
@@ -59,10 +57,7 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     {'repeats': 2, 'side': 'a or b', 'x': 2.0, 'x_low': -10.70..., 'x_high': 14.70...,
      'x_min': 1.0, 'x_max': 3.0, 'n': 2}
     """
-    found, place = [figures(one) for one in runs], {}
-    for key, word in itertools.product(runs[0], ("low", "high", "min", "max")):
-        if (of := re.sub(rf"_{word}(?=_|$)", "", key)) != key:
-            place[of, word] = key
+    found, beside = [figures(one) for one in runs], keys_beside(runs[0])
     results: dict[str, Any] = {"repeats": len(runs)}
     for key in found[0]:
         values = [one[key].value for one in found if key in one]
@@ -74,7 +69,8 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             mean, half = paired_interval(values)
             assert half is not None  # values that differ are several
             ends = {"low": mean - half, "high": mean + half, "min": min(values), "max": max(values)}
-            results |= {key: mean} | {place.get((key, word), f"{key}_{word}"): end for word, end in ends.items()}
+            keys = beside.get(key, {})
+            results |= {key: mean} | {keys.get(word, f"{key}_{word}"): end for word, end in ends.items()}
         else:
             results[key] = " or ".join(sorted(set(map(str, values))))
     return results

@@ -43,14 +43,28 @@ def figures(results: Mapping[str, Any]) -> dict[str, Figure]:
     >>> found["a"], found["b"], len(found)
     (Figure(value=2.0, low=1.0, high=3.0), Figure(value=5, low=None, high=None), 2)
     """
-    beside: dict[str, dict[str, Any]] = {}
-    taken = set()
+    beside = keys_beside(results)
+    taken = {key for keys in beside.values() for key in keys.values()}
+    return {
+        key: _figure(value, {word: results[one] for word, one in beside.get(key, {}).items()})
+        for key, value in results.items()
+        if key not in taken
+    }
+
+
+def keys_beside(results: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return {key of a figure: {word: the key with that word, such as of an end of its interval}}.
+
+    >>> keys_beside(["a_over_b", "a_over_b_high", "a_at_4", "a_low_at_4", "error_max"])
+    {'a_over_b': {'high': 'a_over_b_high'}, 'a_at_4': {'low': 'a_low_at_4'}}
+    """
+    keys = set(results)
+    beside: dict[str, dict[str, str]] = {}
     for key, word in itertools.product(results, _BESIDE):
         of = re.sub(f"_{word}(?=_|$)", "", key)  # that of no other, such as `error_max`, is a figure itself
-        if of != key and of in results:
-            beside.setdefault(of, {})[word] = results[key]
-            taken.add(key)
-    return {key: _figure(value, beside.get(key, {})) for key, value in results.items() if key not in taken}
+        if of != key and of in keys:
+            beside.setdefault(of, {})[word] = key
+    return beside
 
 
 def _figure(value, beside):
