@@ -2,7 +2,7 @@
 
     python experiments/shadowsync_scaling.py                 30 minutes
     python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
-    python experiments/shadowsync_scaling.py --no-protocol   the measured trainers alone; 6 minutes
+    python experiments/shadowsync_scaling.py --no-protocol --rounds 4   the measured trainers alone; 6 minutes
     python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 40 minutes
 
 Regime: free-running. Three parts, which share no keys:
