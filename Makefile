@@ -9,7 +9,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train demo test test-all laws lint ruff types soak format docs setup cluster notebooks clean
+.PHONY: train demo test test-all two-stacks laws lint ruff types soak format docs setup cluster notebooks clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
@@ -25,9 +25,13 @@ laws: setup
 	$(BIN)/python -m pytest -n 2 -q --durations=15 -m "$(GATE)" $(ARGS)
 
 # Everything, by hand on a quiet machine: what the gate leaves out, with random draws, and both stacks.
-test-all: ruff types cluster notebooks
+test-all: two-stacks ruff types cluster notebooks
 	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 $(ARGS)
 	$(MAKE) types laws PYTHON=$(OLDER)
+
+two-stacks:
+	@[ "$(VERSION)" != 3.11 ] || \
+	  { echo 'make test-all tests Python 3.11 after a newer one: make test-all PYTHON=python3.13' >&2; exit 1; }
 
 soak: cluster
 	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
