@@ -1,6 +1,8 @@
 """The accelerator kit: its runner survives parts that fail or hang, and every part runs as a smoke test."""
 
-import importlib
+import copy
+import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -378,32 +380,73 @@ def test_trainers(tmp_path):
     assert len(rows) > len(os.sched_getaffinity(0)) > 1
 
 
-@pytest.mark.slow
-def test_pytorch_has_the_same_work_to_do():
-    """Same number of dense parameters; every model variant gives the same losses from the same initial values."""
-    torch = pytest.importorskip("torch")
+def from_pytorch(params, module):
+    """Our parameters with the values of a PyTorch module: layers of one shape have the same order in both."""
     import jax
-    from studies.reference import Job, reference_work, synthetic
 
-    torch_dlrm = importlib.import_module("torch_dlrm")
-    for model in ("dlrm", "dcnv2", "dcnv2_mlperf"):
-        job = Job(rows=5_000, batch_size=32, model=model)
-        ours = sum(leaf.size for leaf in jax.tree.leaves(reference_work(job)[2]))
-        work = torch_dlrm.TorchWork(job.cardinalities, 16, synthetic(job, 3)[1], model)
-        assert sum(p.numel() for p in work.dense_part().parameters()) == ours
-        step = torch_dlrm.VARIANTS["torch_unique"](work)
-        losses = [float(step(i % 3, resident=bool(i % 2))) for i in range(60)]
-        assert np.mean(losses[-6:]) < np.mean(losses[:6]) and torch.is_tensor(step(0))
+    theirs = [p.detach().numpy().T for p in module.parameters()]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+    named = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+    found = {}
+    for name in sorted(named, key=lambda name: "bottom" not in name):
+        index = next(i for i, value in enumerate(theirs) if value.shape == named[name])
+        found[name] = theirs.pop(index).copy()
+    assert not theirs
+    return jax.tree.unflatten(tree, [found[name] for name in named])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of FBGEMM, where it is imported
+@pytest.mark.parametrize("hots", ["one", "mlperf"])
+@pytest.mark.parametrize("model", ["dlrm", "dcnv2", "dcnv2_mlperf"])
+def test_every_pytorch_variant_has_our_losses_from_our_initial_values(model, hots, monkeypatch):
+    """Rows begin at zero; the dense network begins with PyTorch's values. Batches repeat, and so do ids within one."""
+    torch = pytest.importorskip("torch")
+    from studies import torch_dlrm
+    from studies.reference import Job, in_bags, reference_work, synthetic
+
+    from jaxrec.embedding import HostTables, plan
+    from jaxrec.sharding import make_mesh
+    from jaxrec.step import init_state, make_train_step
+
+    job = Job(rows=2_000, batch_size=64, model=model, hots=hots, hots_scale=0.1)
+    batches, steps = synthetic(job, 3)[1], 12
+    work = torch_dlrm.TorchWork(job.cardinalities, job.width, batches, model, field_hots=job.field_hots)
+    torch.manual_seed(0)
+    initial = work.dense_part()
+    monkeypatch.setattr(torch_dlrm.TorchWork, "dense_part", lambda *_: copy.deepcopy(initial))
+    monkeypatch.setattr(torch.nn.EmbeddingBag, "reset_parameters", lambda bag: torch.nn.init.zeros_(bag.weight))
+    monkeypatch.setattr(torch, "randn", torch.zeros)
+
+    spec, loss, params, optimizer, rows = reference_work(job)
+    tables = {name: dataclasses.replace(table, scale=0.0) for name, table in spec.tables.items()}
+    spec, mesh = dataclasses.replace(spec, tables=tables), make_mesh()
+    state = init_state(from_pytorch(params, initial), optimizer, HostTables.create(spec, rows), mesh)
+    step, ours = make_train_step(spec, loss, optimizer, rows, mesh), []
+    for i in range(steps):
+        batch = in_bags(job, spec, batches[i % 3])
+        state, metrics = step(state, plan(spec, batch.ids), batch)
+        ours.append(float(metrics["loss"]))
+    assert ours[-1] < ours[0]
+
+    variants = {"torch_unique", "torch_stacked", "torch_separate"}
+    if importlib.util.find_spec("fbgemm_gpu"):
+        variants.add("fbgemm")
+    for variant in sorted(variants):
+        step = torch_dlrm.VARIANTS[variant](work)
+        theirs = [float(step(i, resident=bool(i % 2))) for i in range(steps)]
+        np.testing.assert_allclose(theirs, ours, rtol=2e-5, err_msg=variant)
 
 
 def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
     """Checked by a loop over examples and fields; ids index the stack of all tables if the variant has one."""
     torch = pytest.importorskip("torch")
+    from studies import torch_dlrm
     from studies.reference import Job, in_bags, reference_work, synthetic
 
     job = Job(rows=500, batch_size=3, hots="mlperf", hots_scale=0.2)
-    (batch,), work = synthetic(job, 1)[1], importlib.import_module("torch_dlrm").TorchWork
-    work = work(job.cardinalities, job.width, [batch], field_hots=job.field_hots)
+    (batch,) = synthetic(job, 1)[1]
+    work = torch_dlrm.TorchWork(job.cardinalities, job.width, [batch], field_hots=job.field_hots)
     bags = in_bags(job, reference_work(job)[0], batch).ids
     bags = {field: ids.reshape(3, -1) for field, ids in bags.items()}
     starts, ids = work.bag_starts.tolist(), (batch.ids["sparse"] + work.stacked_offsets).reshape(-1)
