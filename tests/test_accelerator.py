@@ -429,13 +429,13 @@ def test_every_pytorch_variant_has_our_losses_from_our_initial_values(model, hot
         ours.append(float(metrics["loss"]))
     assert ours[-1] < ours[0]
 
-    variants = {"torch_unique", "torch_stacked", "torch_separate"}
-    if importlib.util.find_spec("fbgemm_gpu"):
-        variants.add("fbgemm")
-    for variant in sorted(variants):
-        step = torch_dlrm.VARIANTS[variant](work)
-        theirs = [float(step(i, resident=bool(i % 2))) for i in range(steps)]
-        np.testing.assert_allclose(theirs, ours, rtol=2e-5, err_msg=variant)
+    for variant, make in torch_dlrm.VARIANTS.items():
+        if "compiled" in variant or (variant == "fbgemm" and not importlib.util.find_spec("fbgemm_gpu")):
+            continue
+        step = make(work)
+        theirs = [step(i, resident=bool(i % 2)) for i in range(steps)]
+        assert all(map(torch.is_tensor, theirs))  # reading them would wait for the device
+        np.testing.assert_allclose([float(loss) for loss in theirs], ours, rtol=2e-5, err_msg=variant)
 
 
 def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
