@@ -23,16 +23,9 @@ from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
 from jaxrec.step import run_hooks
+from jaxrec.table_use import BrokenEngine, TableUse
 from jaxrec.types import Batch, ShardsLost, TrainState
-from jaxrec.validate import check_not_donated
-
-
-def result_or_error(function: Callable):
-    """Return the result of a function, or the exception it raises."""
-    try:
-        return function()
-    except BaseException as error:
-        return error
+from jaxrec.validate import check_not_donated, donated
 
 
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
@@ -132,8 +125,7 @@ class Losses:
                 raise FloatingPointError(
                     f"the loss is {found[at]} at step {waiting[at][0]} (found when steps {waiting[0][0]} to "
                     f"{waiting[-1][0]} were checked). Look at that step's batch (labels? dense features on "
-                    "a log scale?) and at the learning rates; `jax.config.update('jax_debug_nans', True)` "
-                    "finds the operation."
+                    "a log scale?) and at the learning rates."
                 )
 
 
@@ -497,7 +489,32 @@ class Serial(Engine):
         self._state, self._train_step, self._capacity = state, train_step, capacity
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
+        self._use: TableUse | None = None  # of the last run, if the tables are written in place
+        self._broken: BaseException | None = None  # failure of a step that has lost rows
         self.step = int(state.dense.step)
+
+    @property
+    def state(self) -> TrainState:
+        """See `Engine`; raises BrokenEngine after a step that has lost rows."""
+        self._refuse_broken()
+        return super().state
+
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
+    ) -> None:
+        """See `Engine`; raises BrokenEngine after a step that has lost rows."""
+        self._refuse_broken()
+        super().snapshot_at(step, save, unreached)
+
+    def _refuse_run(self):
+        super()._refuse_run()
+        self._refuse_broken()
+
+    def _refuse_broken(self):
+        if self._broken is not None:
+            dense_step = None if donated(self._state) else self.step
+            steps = self._use.table_steps() if self._use else [None] * self.tables.spec.shards
+            raise BrokenEngine(dense_step, steps, self._broken) from self._broken
 
     def steps(
         self, pairs: Iterable[tuple], hooks: Sequence[Callable] = ()
@@ -511,6 +528,11 @@ class Serial(Engine):
             yield from self._over_pairs(ahead, hooks, ahead.forget)
 
     def _over_pairs(self, pairs, hooks, forget=lambda: None):
+        self._use = TableUse(self.tables) if getattr(self.tables, "in_place", False) else None
+        with self._use.a_run() if self._use else contextlib.nullcontext():
+            yield from self._train_all(pairs, hooks, forget)
+
+    def _train_all(self, pairs, hooks, forget):
         try:
             self._finish_step()  # completes the last step of the previous run
             for batch, plans in pairs:
@@ -519,7 +541,7 @@ class Serial(Engine):
                 self._losses.check(CHECK_EVERY_STEPS)
         finally:
             # A committed step keeps its snapshot even if its hooks failed or were interrupted.
-            if not self._lost_shards:
+            if not self._lost_shards and self._broken is None:
                 with uninterrupted():
                     self._save_snapshot()
         self._losses.check()
@@ -541,6 +563,8 @@ class Serial(Engine):
 
     def _commit(self, plans, batch, forget):
         """Run a step and return its metrics; None if its rows could not be read, so that it must be retried."""
+        if self._use:
+            self._use.mark_at(self.step)
         try:
             done = self._train_step(self._state, plans, batch)
         except ShardsLost as lost:
@@ -548,8 +572,11 @@ class Serial(Engine):
             if lost.done is None:
                 return None
             done = lost.done
-        except BaseException:
-            forget()  # a refused batch is not returned to the stream
+        except BaseException as error:
+            if isinstance(error, (TypeError, ValueError)):
+                forget()  # a refused batch is not returned to the stream; one whose rows could not be read is
+            if donated(self._state) or (self._use and self._use.changed()):
+                self._broken = error
             raise
         forget()
         self._state, metrics = done
@@ -631,4 +658,5 @@ class Serial(Engine):
         self._notify_restarted(state)
         before, self._state, self.step = self.step, state, int(state.dense.step)
         self._losses, self._lost_shards, self._marked_lost = Losses(), set(), set()
+        self._broken = None
         self._snapshots.forget(before)  # last, as it may warn

@@ -7,7 +7,7 @@ taken from it but not trained.
 import collections
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -20,40 +20,65 @@ from jaxrec.types import Batch
 END = object()  # returned by `take` at the end of the stream
 
 
+def result_or_error(function: Callable):
+    """Return the result of a function, or the exception it raises."""
+    try:
+        return function()
+    except BaseException as error:
+        return error
+
+
 class _Raised(NamedTuple):
-    """An error that the iterator raised after the run had left the stream, queued in order with the batches."""
+    """An error in the line of a stream, to be raised in order with the batches."""
 
     error: BaseException
 
 
 class Stream:
-    """An iterator of batches; batches that a run took but did not train come first in the next run over it.
+    """An iterator of batches, and the line of batches taken from it that no run has accepted, the oldest first.
 
+    A batch leaves the line only when a run accepts it, so a run that is left while it copies one leaves it in its place.
     One thread at a time advances the iterator, whose `next` may block.
     """
 
     def __init__(self, iterator: Iterator):
         self.iterator = iterator
-        self.waiting: collections.deque = collections.deque()
+        self._line: collections.deque = collections.deque()
         self.free = threading.Event()  # set while no planner thread is in the iterator
         self.free.set()
 
     def take(self) -> Any:
-        """Return a copy of the next batch, or END."""
-        taken: Any = self.waiting.popleft() if self.waiting else next(self.iterator, END)
-        if isinstance(taken, _Raised):
-            raise taken.error
-        # A loader may reuse its arrays for the next batch.
-        return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, taken)
+        """Return the first batch in line, a copy of the iterator's next one if none waits; it stays until `accept`.
 
-    def give_back(self, taken: Any, first: bool = False) -> None:
-        """Return an untrained batch, or an error that the iterator raised, to the stream; END is ignored.
-
-        It comes after the waiting ones, or before them if `first`.
+        Returns END at the end of the iterator, which `accept` must not follow; raises an error of the iterator, which
+        stands in the line like a batch.
         """
-        if taken is not END:
-            put = self.waiting.appendleft if first else self.waiting.append
-            put(_Raised(taken) if isinstance(taken, BaseException) else taken)
+        if not self._line:
+            taken = result_or_error(lambda: jax.tree.map(_copy, next(self.iterator, END)))
+            if taken is END:
+                return END
+            self._line.append(_in_line(taken))
+        first = self._line[0]
+        if isinstance(first, _Raised):
+            raise first.error
+        return first
+
+    def accept(self) -> None:
+        """Remove the batch or error that `take` gave from the line: the run trains it or returns it."""
+        self._line.popleft()
+
+    def give_back(self, taken: Sequence[Any]) -> None:
+        """Return untrained batches, and errors to be raised in their place, to the front of the line, in their order."""
+        self._line.extendleft(map(_in_line, reversed(taken)))
+
+
+def _in_line(taken):
+    return _Raised(taken) if isinstance(taken, BaseException) else taken
+
+
+def _copy(leaf):
+    # A loader may reuse its arrays for the next batch.
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 _AHEAD = 3  # batches taken from the stream ahead of training, including the one being planned
@@ -115,18 +140,21 @@ class PlanPrefetcher:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """End the thread; if the stream blocks it, it returns its batch to the stream when it wakes."""
+        """End the thread and return untrained batches; a thread that the stream blocks ends when it wakes."""
         with uninterrupted():
             with self._lock:
                 self._left, inside = True, self._inside
             self._room.put(None)
-            if not inside and self._thread is not threading.current_thread():
+            if self._thread is threading.current_thread():  # garbage collection: it returns them when it ends
+                return
+            if not inside:
                 self._thread.join()
-            with self._lock:
-                # Before a batch that a blocked thread may have returned already.
-                for taken in reversed(self._taken):
-                    self._stream.give_back(taken, first=True)
-                self._taken.clear()
+            self._return_taken()
+
+    def _return_taken(self):
+        with self._lock:
+            self._stream.give_back(self._taken)
+            self._taken.clear()
 
     def _plan_all(self):
         try:
@@ -139,6 +167,8 @@ class PlanPrefetcher:
             self._keep(error)
             self._made.put((None, error))
         finally:
+            if self._left:
+                self._return_taken()
             self._stream.free.set()
 
     def _enter_stream(self):
@@ -149,17 +179,13 @@ class PlanPrefetcher:
 
     def _take(self):
         """Return the next batch and keep it until `forget`; END if the stream has ended or the context was left."""
-        try:
-            taken = self._stream.take()
-        except BaseException as error:
-            taken = error
+        taken = result_or_error(self._stream.take)
         with self._lock:
             self._inside = False
-            if self._left:
-                self._stream.give_back(taken)
+            if self._left or taken is END:
                 return END
-            if taken is not END:
-                self._taken.append(taken)
+            self._stream.accept()
+            self._taken.append(taken)
         if isinstance(taken, BaseException):
             raise taken
         return taken

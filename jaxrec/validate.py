@@ -30,10 +30,15 @@ def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
         )
 
 
+def donated(state: TrainState) -> bool:
+    """Return whether a state was donated to a step."""
+    step = state.dense.step
+    return isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted()
+
+
 def check_not_donated(state: TrainState) -> None:
     """Refuse a state that was donated to an earlier step."""
-    step = state.dense.step
-    if isinstance(step, jax.Array) and not isinstance(step, jax.core.Tracer) and step.is_deleted():
+    if donated(state):
         raise ValueError(
             "this state was donated to an earlier step and is gone: go on with the state that the "
             "step returned (`state, metrics = step(state, plans, batch)`), and copy what you need "

@@ -25,6 +25,7 @@ from jaxrec.data.loader import Loader
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, fit, train
 from jaxrec.oac import Pipeline
+from jaxrec.prefetch import END, Stream
 from jaxrec.types import ShardsLost
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
@@ -58,6 +59,8 @@ ENGINES = {
     "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
     "pipeline over servers": lambda: Pipeline(fresh("remote"), UPDATE, window=3),
 }
+KINDS = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=3)}
+over_host_tables = pytest.mark.parametrize("engine_of", KINDS.values(), ids=KINDS)
 MORE = ("serial over servers", "pipeline in sync")  # both parts are covered by other engines
 each = pytest.mark.parametrize(
     "make", [pytest.param(make, id=name, marks=[pytest.mark.more] * (name in MORE)) for name, make in ENGINES.items()]
@@ -359,11 +362,11 @@ def test_a_fold_over_planned_pairs_is_the_same():
 # ---- under misuse nothing fails silently, nothing hangs, no state is lost
 
 
-def failing_at(step, act=lambda: None):
+def failing_at(step, act=lambda: None, error=KeyError):
     def fail(state, number, plans, metrics):
         if number == step:
             act()
-            raise KeyError("of the hook")
+            raise error("of the hook")
         return state
 
     return fail
@@ -444,6 +447,42 @@ def test_leaving_a_run_does_not_wait_for_a_stream_that_blocks(make):
         assert not more.is_set()
         more.set()
         list(engine.run(batches))
+    assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+@each
+def test_a_returned_batch_stays_first_in_line_until_a_run_accepts_it(make, monkeypatch):
+    """Though the next run is left while its planner takes that batch, and other batches have been returned after it."""
+    ahead, taking, left, held = (threading.Event() for _ in range(4))
+    take = Stream.take
+
+    def stream():
+        for index in range(12):
+            if index == 3:
+                ahead.set()
+            yield batch_at(index)
+
+    def slow_take(self):
+        taken = take(self)
+        if not held.is_set() and taken is not END and np.array_equal(taken.ids["item"], batch_at(2).ids["item"]):
+            held.set()
+            taking.set()
+            assert left.wait(60)
+        return taken
+
+    batches, engine = stream(), make()
+    for _ in engine.run(batches):
+        assert ahead.wait(60)
+        break
+    engine.close()
+    monkeypatch.setattr(Stream, "take", slow_take)
+    run = engine.run(batches)
+    next(run)
+    assert taking.wait(60)
+    run.close()
+    left.set()
+    list(engine.run(batches))
+    engine.close()
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
 
 
@@ -582,9 +621,7 @@ def mortal(kind, number):
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize(
-    "engine_of", [lambda state: Serial(state, STEP), lambda state: Pipeline(state, UPDATE, window=3)]
-)
+@over_host_tables
 def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of, kind):
     events, saved = [], []
     with engine_of(mortal(kind, 5)) as engine:
@@ -595,6 +632,81 @@ def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == at else state
     wanted, wanted_losses = plain(12, act=act)
     assert shards == [1] and losses == wanted_losses and same(bits(engine.state), wanted) and len(saved) == 1
+
+
+class Stumbling(HostTables):
+    """Tables that raise OSError once, at one call of `read` or `put`."""
+
+    @classmethod
+    def at(cls, kind, number):
+        state = fresh("host")
+        found = cls(SPEC, state.tables.layout, state.tables.shards)
+        found.__dict__.update(calls=iter(range(number)), kind=kind, failed=[])
+        return state._replace(tables=found)
+
+    def stumble(self, kind):
+        if kind == self.kind and next(self.calls, None) is None and not self.failed:
+            self.failed.append(kind)
+            raise OSError("the link")
+
+    def read(self, plans):
+        self.stumble("read")
+        return super().read(plans)
+
+    def put(self, plans, rows, shards=None):
+        self.stumble("put")
+        return super().put(plans, rows, shards)
+
+
+@over_host_tables
+def test_a_batch_whose_rows_could_not_be_read_is_the_first_of_the_next_run(engine_of):
+    stream = stream_from(0)
+    with engine_of(Stumbling.at("read", 5)) as engine:
+        with pytest.raises(OSError, match="the link"):
+            list(engine.run(stream))
+        assert engine.step in (5, 6)  # a pipeline may read two batches at a time
+        list(engine.run(stream))
+    assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+@over_host_tables
+def test_an_engine_whose_rows_could_not_be_written_is_broken_until_it_is_reset(engine_of):
+    engine = engine_of(Stumbling.at("put", 5))
+    with pytest.raises(OSError, match="the link"), engine:
+        list(engine.run(stream_from(0)))
+    for ask in (lambda: list(engine.run([])), lambda: engine.snapshot_at(99, print), lambda: bits(engine.state)):
+        with pytest.raises(jaxrec.BrokenEngine, match="rows were lost .OSError: the link.*give it to `reset`") as told:
+            ask()
+        assert told.value.table_steps == [5] * SPEC.shards and isinstance(told.value.__cause__, OSError)
+    engine.reset(fresh("host"))
+    list(engine.run(stream_from(0)))
+    assert same(bits(engine.state), plain(12)[0])
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", KINDS)
+def test_engines_take_turns_over_tables_and_a_second_run_at_a_time_is_refused(first, second):
+    one, stream = KINDS[first](fresh("host")), stream_from(0)
+    other = KINDS[second](fresh("host")._replace(tables=one.tables))
+    with one, other:
+        run = one.run(stream)
+        next(run)
+        with pytest.raises(ValueError, match="another engine is running over these tables"):
+            next(other.run(stream_from(0)))
+        assert other.step == 0
+        run.close()
+        one.close()
+        list(other.run(stream_from(0)))
+    assert other.step == 12
+
+
+@each
+def test_whatever_a_hook_raises_ends_the_run_and_is_told(make):
+    """GeneratorExit too, which Python itself raises where a generator is left."""
+    with make() as engine:
+        with pytest.raises(GeneratorExit):
+            list(engine.run(stream_from(0), [failing_at(3, error=GeneratorExit)]))
+        assert engine.step == 3
 
 
 def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again():

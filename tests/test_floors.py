@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "jaxrec"
 # A level imports only from the levels above it in this list; within a package any acyclic order will do.
 LEVELS = [
-    ["types", "files", "interrupts", "bounds", "metrics", "xla"],
+    ["types", "files", "interrupts", "bounds", "metrics", "table_use", "xla"],
     ["sharding", "ranking", "models"],
     ["embedding", "losses"],
     ["validate", "data", "checkpoint"],
@@ -28,7 +28,7 @@ LEVELS = [
 HOST = [
     "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
     "embedding.host", "embedding.remote", "embedding.servers",
-    "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "oac.view",
+    "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "table_use",
     "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers", "shadowsync.free",
     "cpr.costs", "cpr.saving", "cpr.tracking",
 ]  # fmt: skip

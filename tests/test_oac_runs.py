@@ -49,7 +49,8 @@ from jaxrec.checkpoint import restore_shards, snapshot
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
 from jaxrec.loop import planned
-from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec import BrokenEngine
+from jaxrec.oac import Pipeline
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.types import ShardsLost, TrainState
 
@@ -461,7 +462,7 @@ def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(skips):
     with pipeline:
         with pytest.raises(Broken):
             list(pipeline.run(BATCHES))
-        with pytest.raises(BrokenPipeline):
+        with pytest.raises(BrokenEngine):
             pipeline.drain()
         pipeline.reset(image_of(5))
         assert pipeline.step == 5 == int(pipeline.state.dense.step)
@@ -562,7 +563,7 @@ def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
 
 
 def refuses_everything(pipeline, dense_step, table_steps):
-    """Checks that every call on a broken pipeline raises BrokenPipeline with the steps of its state."""
+    """Checks that every call on a broken pipeline raises BrokenEngine with the steps of its state."""
     asks = {
         "run": lambda: pipeline.run(make_batches(2)),
         "drain": pipeline.drain,
@@ -573,7 +574,7 @@ def refuses_everything(pipeline, dense_step, table_steps):
         "save": lambda: snapshot(pipeline.state),
     }
     for ask, act in asks.items():
-        with pytest.raises(BrokenPipeline, match="give it to `reset` or to a new Pipeline") as raised:
+        with pytest.raises(BrokenEngine, match="give it to `reset` or to a new engine") as raised:
             act()
         broken = raised.value
         assert (broken.dense_step, broken.table_steps) == (dense_step, table_steps), ask
@@ -951,7 +952,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     next(running)
     asks = (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged))
     for ask in (*asks, lambda: pipeline_of().reset(make_state()._replace(tables=second.tables))):
-        with pytest.raises(ValueError, match="another pipeline is running over these tables"):
+        with pytest.raises(ValueError, match="another engine is running over these tables"):
             ask()
     list(running)
     assert len(list(second.run(batches))) == 12  # in turns
@@ -973,7 +974,7 @@ def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
     first, second, batches = pipeline_of(state), pipeline_of(other), make_batches(6)
     running = first.run(batches)
     next(running)
-    with pytest.raises(ValueError, match="another pipeline is running over these tables"):
+    with pytest.raises(ValueError, match="another engine is running over these tables"):
         next(second.run(batches))
     running.close()
     assert len(list(second.run(batches))) == 6
@@ -1088,7 +1089,7 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
     pipeline = pipeline_of(update=update, window=0)
     with pytest.raises(Exception, match="Broken"), pipeline:  # jax's error, which contains it
         list(pipeline.run(make_batches(6)))
-    with pytest.raises(BrokenPipeline, match="The dense state is gone") as raised:
+    with pytest.raises(BrokenEngine, match="The dense state is gone") as raised:
         pipeline.drain()
     assert raised.value.dense_step is None
 

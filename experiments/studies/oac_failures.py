@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxrec.embedding import HostTables
-from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec import BrokenEngine
+from jaxrec.oac import Pipeline
 from jaxrec.types import Batch, TrainState
 
 KINDS = (
@@ -233,7 +234,7 @@ def _check_broken(problem, pipeline, skips, check):
     for call in (lambda: pipeline.run(problem.batches), pipeline.drain):
         try:
             call()
-        except BrokenPipeline as broken:
+        except BrokenEngine as broken:
             check(broken.dense_step == int(pipeline.state.dense.step), f"says dense step {broken.dense_step}")
             for shard, step in enumerate(broken.table_steps):
                 check(step is not None or skips, f"says nothing of shard {shard}")

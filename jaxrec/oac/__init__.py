@@ -7,6 +7,5 @@ alone, and contains the equations; then read `pipeline`, which begins with an ov
 from jaxrec.oac.options import memory_bytes
 from jaxrec.oac.pipeline import Pipeline
 from jaxrec.oac.ring import Ring, append, commit, init, replay, validate
-from jaxrec.oac.view import BrokenPipeline
 
-__all__ = ["BrokenPipeline", "Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]
+__all__ = ["Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]

@@ -29,7 +29,6 @@ from jaxrec.engine import (
     Engine,
     add_failures,
     first_failure,
-    result_or_error,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.options import check_options, mesh_of, with_unguarded_tables
@@ -37,7 +36,7 @@ from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
 from jaxrec.oac.workers import SnapshotSaver, Workers
-from jaxrec.prefetch import Stream
+from jaxrec.prefetch import Stream, result_or_error
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.types import ShardsLost, TrainState
 
@@ -60,7 +59,7 @@ class Pipeline(Engine):
     the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded.
 
     However a run ends, committed rows are written, and every failure is raised, with a note that names its stage and
-    batch; after a failure that has lost rows, every call raises `BrokenPipeline`. Metrics are those of the update and,
+    batch; after a failure that has lost rows, every call raises `BrokenEngine`. Metrics are those of the update and,
     where rows are repaired, 'stale_rows', whose last writer was not written when the gather began, and 'patched_rows',
     taken from the ring. Hooks may change the values of the dense state.
 
@@ -170,6 +169,7 @@ class Pipeline(Engine):
         self._refuse()
 
     def _over(self, stream, hooks):
+        at_yield = False
         try:
             self._begin_run(stream)
             # Shards that a hook marked as lost in an earlier run, which a later hook then ended.
@@ -177,18 +177,21 @@ class Pipeline(Engine):
             while (number := self._next_batch_number()) is not None:
                 metrics = self._train(number, hooks)
                 self._losses.check(CHECK_EVERY_STEPS)
+                at_yield = True
                 yield self._state, metrics
+                at_yield = False
             self._losses.check()
             self._leave(recovers=True)
             # The last writes may have met lost shards after the loop above had ended.
             if not self._unraised:
                 self._recover_lost()
-        except GeneratorExit:  # possibly in a finalizer, where Python prints exceptions and drops them
-            self._leave(postpone=self._within > 0)
-            if self._unraised and not self._within:  # else `with` or `close` raises it
-                raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
-            return
         except BaseException as error:
+            if at_yield and isinstance(error, GeneratorExit):  # the run is left, not a hook's own GeneratorExit
+                # Possibly in a finalizer, where Python prints exceptions and drops them.
+                self._leave(postpone=self._within > 0)
+                if self._unraised and not self._within:  # else `with` or `close` raises it
+                    raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
+                return
             self._leave(recovers=isinstance(error, ShardsLost))  # ShardsLost itself reports the lost shards
             add_failures(error, self._pop_unraised())
             raise
@@ -272,7 +275,7 @@ class Pipeline(Engine):
         the current one.
 
         Raises:
-          BrokenPipeline: rows are lost.
+          BrokenEngine: rows are lost.
           ValueError: another thread is in the middle of a step.
           Any error of the save of a snapshot.
         """

@@ -1,41 +1,14 @@
-"""Progress of a pipeline's tables relative to its dense state, and guarded tables that refuse access while they lag.
+"""Progress of a pipeline's tables relative to its dense state, and guarded tables that refuse access while they lag."""
 
-Only one run at a time may use the same rows, through whatever table objects or attached files.
-
-Legend: S shards.
-"""
-
-import os
-import threading
-import weakref
 from typing import Any
 
 import numpy as np
 
 from jaxrec.embedding import HostTables
+from jaxrec.table_use import BrokenEngine, TableUse
 
 
-class BrokenPipeline(RuntimeError):
-    """Committed rows are lost: dense state and tables permanently differ in their steps.
-
-    Attributes:
-      dense_step: step of the dense state; None if it was donated to the failed update.
-      table_steps: step of each shard; None after an interrupted write, and always in async, in semisync and with
-        `skip_rewritten`, where a write does not store all rows of a batch.
-    """
-
-    def __init__(self, dense_step: int | None, table_steps: list[int | None], why: BaseException):
-        gone = "is gone (it was given to the update that failed)"
-        super().__init__(
-            f"this pipeline is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
-            f"{gone if dense_step is None else f'stands at step {dense_step}'}, the shards of the tables at steps "
-            f"{table_steps!s:.400}. Restore the last image, into `pipeline.tables` or new tables, and give it to "
-            "`reset` or to a new Pipeline."
-        )
-        self.dense_step, self.table_steps = dense_step, table_steps
-
-
-class TableProgress:
+class TableProgress(TableUse):
     """Progress of a pipeline's tables relative to its dense state; queried by `GuardedTables`, and outlives the
     pipeline.
 
@@ -43,8 +16,8 @@ class TableProgress:
     """
 
     def __init__(self, tables: HostTables, counted: bool):
-        self.tables, self.counted, self.running = tables, counted, False
-        _all.add(self)
+        super().__init__(tables)
+        self.counted = counted
 
     def begin(self, scheduler, step: int) -> None:
         """Start counting with a new scheduler, from the common step of tables and dense state."""
@@ -58,56 +31,18 @@ class TableProgress:
 
     def mark_current(self) -> None:
         """Mark the tables as matching the dense state."""
-        self.current_at: int | None = self.step  # None if another run has begun over the tables since
-        self.puts = self.tables.puts[:, 1].copy()
+        self.mark_at(self.step)
 
     def untouched(self) -> bool:
         """Return whether nothing was put since `mark_current`, except by a change within `exclusive`."""
         return self.scheduler.paused or np.array_equal(self.tables.puts[:, 1], self.puts)
 
-    def begin_run(self) -> None:
-        """Begin a run, and mark the tables as changed for all other pipelines over them."""
-        with _lock:
-            self.refuse_others(self.tables)
-            for other in self._others(self.tables):
-                other.current_at = None
-            self.running = True
-
-    def refuse_others(self, tables: HostTables) -> None:
-        """Refuse tables over which another pipeline is running."""
-        if any(other.running for other in self._others(tables)):
-            raise ValueError(
-                "another pipeline is running over these tables: exhaust or close its run first; they may take turns."
-            )
-
-    def _others(self, tables):
-        return [other for other in list(_all) if other is not self and _same_rows(other.tables, tables)]
-
     def refuse_broken(self) -> None:
-        """Raise BrokenPipeline if rows are lost, with the error that lost them as its cause."""
+        """Raise BrokenEngine if rows are lost, with the error that lost them as its cause."""
         if (error := self.scheduler.error_after_commit) is not None:
             dense_step = None if self.scheduler.dense_lost else self.step
-            raise BrokenPipeline(dense_step, self.table_steps(), error) from error
-
-    def table_steps(self) -> list[int | None]:
-        """Return the step of each shard, None if unknown."""
-        if not self.counted or self.current_at is None:
-            return [None] * len(self.puts)
-        return [
-            self.current_at + int(done - before) if begun == done else None
-            for (begun, done), before in zip(self.tables.puts, self.puts, strict=True)
-        ]
-
-
-# Progress of all live pipelines, and of garbage-collected ones until their threads have ended.
-_all: weakref.WeakSet[TableProgress] = weakref.WeakSet()
-_lock = threading.Lock()
-
-
-def _same_rows(one, other):
-    """Return whether two tables hold the same rows: views share the counters, attached tables the directory."""
-    files = [one.directory, other.directory]
-    return one.puts is other.puts or (None not in files and len({*map(os.path.realpath, files)}) == 1)
+            steps = self.table_steps() if self.counted else [None] * len(self.puts)
+            raise BrokenEngine(dense_step, steps, error) from error
 
 
 class GuardedTables:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrec.engine import Losses, RecoveryCounter, SnapshotSchedule, result_or_error
+from jaxrec.engine import Losses, RecoveryCounter, SnapshotSchedule
 from jaxrec.interrupts import uninterrupted
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Item, Stages
 from jaxrec.oac.view import TableProgress
-from jaxrec.prefetch import END, Stream
+from jaxrec.prefetch import END, Stream, result_or_error
 from jaxrec.types import ShardsLost, TrainState
 
 
@@ -99,7 +99,7 @@ class Workers:
                 thread.join()
         # After the joins: no thread plans, or holds any part of a batch, when the batches return to the stream.
         left = [self.stages.items[number].planned.batch for number in range(scheduler.committed, scheduler.planned)]
-        self.stream.waiting.extendleft(reversed(left))
+        self.stream.give_back(left)
         if not self.threads:  # no thread could be started, so no planner will set it
             self.stream.free.set()
         self.stages.items, self.threads = {}, []
@@ -133,13 +133,13 @@ class Workers:
                 taken = result_or_error(stream.take)
                 # A thread that was blocked in the stream may wake up during a later run.
                 if not scheduler.leave_stream():
-                    stream.give_back(taken)
                     return
-                if isinstance(taken, BaseException):
-                    raise taken
                 if taken is END:
                     scheduler.end_stream()
                     return
+                stream.accept()
+                if isinstance(taken, BaseException):
+                    raise taken
                 self._plan(taken, worker.number)
         finally:
             stream.free.set()

@@ -16,9 +16,9 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables
-from jaxrec.engine import Engine, result_or_error
+from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import END, Stream
+from jaxrec.prefetch import END, Stream, result_or_error
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
@@ -326,16 +326,17 @@ class StreamSplitter:
     def _counted(self, found):
         """Count and return a batch; return None at the end, after an error, or once closed."""
         with self._counting:
-            if self.closed:  # the stretch has ended meanwhile: keep it for the next run
-                self._stream.give_back(found)
-            elif isinstance(found, Batch):
+            if self.closed:  # the stretch has ended meanwhile: it stays in line for the next run
+                return None
+            if found is not END:
+                self._stream.accept()
+            if isinstance(found, Batch):
                 self.taken += 1
                 return found
-            else:
-                self.over = True
-                if found is not END:
-                    what = f"the stream has given a {type(found).__name__}, where a Batch is expected."
-                    self.error = found if isinstance(found, BaseException) else ValueError(what)
+            self.over = True
+            if found is not END:
+                what = f"the stream has given a {type(found).__name__}, where a Batch is expected."
+                self.error = found if isinstance(found, BaseException) else ValueError(what)
             return None
 
 

@@ -38,6 +38,7 @@ from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import PeerLeft
 from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
+from jaxrec.table_use import TableUse
 from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
 
 _END = object()  # marks the end of a stream; None does not
@@ -389,7 +390,8 @@ def train_stretch(
             raise ValueError(f"synchroniser({number}) is a {type(sync).__name__}: return a Shadow or a Foreground.")
         trainers.append(Trainer(shared, number, dense, stream, sync, workers_per_trainer))
     start = time.perf_counter()
-    _run(shared, trainers)
+    with TableUse(tables).a_run():
+        _run(shared, trainers)
     _raise_or_warn(shared, trainers)
     return [trainer.dense for trainer in trainers], _figures(shared, trainers, start)
 

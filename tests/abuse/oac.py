@@ -15,7 +15,8 @@ from abuse import refused, situation
 from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
-from jaxrec.oac import BrokenPipeline, Pipeline
+from jaxrec import BrokenEngine
+from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
@@ -293,7 +294,7 @@ def broken_pipeline():
     raise AssertionError("the failure was swallowed")
 
 
-@situation("a pipeline over a broken one's state", BrokenPipeline, "into `pipeline.tables` or new tables")
+@situation("a pipeline over a broken one's state", BrokenEngine, "into `engine.tables` or new tables")
 def _(directory):
     pipeline_of(broken_pipeline().state)
 
