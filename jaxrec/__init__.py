@@ -38,7 +38,7 @@ from jaxrec.embedding import (
 from jaxrec.engine import Engine
 from jaxrec.loop import Serial, evaluate, every, fit, planned, train
 from jaxrec.models import DLRM, DCNv2
-from jaxrec.sharding import make_mesh
+from jaxrec.sharding import make_mesh, to_device
 from jaxrec.step import check_step, init_state, make_eval_step, make_train_step, make_update, run_hooks, update
 from jaxrec.table_use import BrokenEngine
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
@@ -49,8 +49,9 @@ avoid_faults()
 __version__ = "0.1.0"
 
 __all__ = [
-    "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables", "Lookup", "Plan",
-    "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState", "activations",
-    "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh", "make_train_step",
-    "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "train", "update",
+    "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables",
+    "Lookup", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState",
+    "activations", "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh",
+    "make_train_step", "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train",
+    "update",
 ]  # fmt: skip

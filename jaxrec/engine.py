@@ -513,7 +513,8 @@ class Serial(Engine):
     def _refuse_broken(self):
         if self._broken is not None:
             dense_step = None if donated(self._state) else self.step
-            steps = self._use.table_steps() if self._use else [None] * self.tables.spec.shards
+            unknown: list[int | None] = [None] * self.tables.spec.shards
+            steps = self._use.table_steps() if self._use else unknown
             raise BrokenEngine(dense_step, steps, self._broken) from self._broken
 
     def steps(

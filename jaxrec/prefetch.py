@@ -37,7 +37,7 @@ class _Raised(NamedTuple):
 class Stream:
     """An iterator of batches, and the line of batches taken from it that no run has accepted, the oldest first.
 
-    A batch leaves the line only when a run accepts it, so a run that is left while it copies one leaves it in its place.
+    A batch leaves the line only when a run accepts it, so a run that is left meanwhile leaves it in its place.
     One thread at a time advances the iterator, whose `next` may block.
     """
 
@@ -68,7 +68,7 @@ class Stream:
         self._line.popleft()
 
     def give_back(self, taken: Sequence[Any]) -> None:
-        """Return untrained batches, and errors to be raised in their place, to the front of the line, in their order."""
+        """Return untrained batches, and errors to be raised in place of some, to the front of the line in order."""
         self._line.extendleft(map(_in_line, reversed(taken)))
 
 

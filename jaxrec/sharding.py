@@ -72,6 +72,46 @@ def put_on_mesh(tree, mesh, spec):
 BATCH = Batch(ids=SPLIT, dense=SPLIT, label=SPLIT, weight=SPLIT)
 
 
+def to_device(batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Batch:
+    """Send a batch to the devices of a mesh, where it can also be planned.
+
+    Args:
+      batch: Batch of numpy arrays.
+      mesh: from `make_mesh`; one device if None.
+
+    Returns:
+      Batch of JAX arrays, its ids i32.
+
+    Raises:
+      ValueError: an id does not fit i32; `jax.device_put` would cut it to another one.
+
+    >>> ids, one = np.array([2**32 + 5]), np.ones(1, np.float32)
+    >>> to_device(Batch({"user": ids}, np.zeros((1, 0), np.float32), one, one))
+    Traceback (most recent call last):
+        ...
+    ValueError: ids['user'] run from 0 to 4294967301, but ids are i32, at most 2147483647: hash them into range.
+    """
+    ids = {name: _as_int32(name, array) for name, array in batch.ids.items()}
+    return put_on_mesh(batch._replace(ids=ids), mesh, SPLIT)
+
+
+def _as_int32(name, ids):
+    if not (isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer)):
+        return ids  # for `plan` to accept or refuse
+    low, high, fits = ids.min(initial=0), ids.max(initial=0), np.iinfo(np.int32)
+    if low < fits.min or high > fits.max:
+        raise ValueError(
+            f"ids[{name!r}] run from {low} to {high}, but ids are i32, at most {fits.max}: hash them into range."
+        )
+    return ids.astype(np.int32)
+
+
+def mesh_of(tree) -> jax.sharding.Mesh:
+    """Return the mesh on which a state lies: that of its first leaf with one, or one device."""
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(tree))
+    return as_mesh(next((mesh for mesh in meshes if mesh is not None), None))
+
+
 def plan_specs(stacks):
     """Return the partition specs of {stack: Plan} for the given stacks."""
     return {name: Plan(unique=SPLIT, inverse=SPLIT, count=SPLIT, invalid=EVERYWHERE) for name in stacks}

@@ -35,6 +35,7 @@ from jaxrec.sharding import (
     SPLIT,
     as_mesh,
     check_split,
+    mesh_of,
     plan_specs,
     put_on_mesh,
     replicate,
@@ -392,7 +393,7 @@ def check_step(update: Callable, state: TrainState, plans: dict[str, Plan], batc
     Run it once for a new model, on a small batch: a difference means a compiler fault or an impure loss.
 
     Args:
-      update: as from `make_update`.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
       state: TrainState; it is not donated.
       plans: {stack: Plan} of the batch.
       batch: Batch of about 8 to 64 examples, as loops are slow without compilation.
@@ -414,9 +415,9 @@ def check_step(update: Callable, state: TrainState, plans: dict[str, Plan], batc
     >>> jaxrec.check_step(update, state, jaxrec.plan(spec, ids), batch) < 1e-6
     True
     """
-    spec, mesh = state.tables.spec, update.mesh  # type: ignore[attr-defined]
-    on_device = isinstance(state.tables, DeviceTables)
-    rows = _device_operations(spec, mesh)[0](state.tables, plans) if on_device else state.tables.read(plans)
+    spec, on_device = state.tables.spec, isinstance(state.tables, DeviceTables)
+    read_rows = _device_operations(spec, mesh_of(state.dense))[0]
+    rows = read_rows(state.tables, plans) if on_device else state.tables.read(plans)
     compiled = jax.jit(update)(state.dense, rows, plans, batch)
     with jax.disable_jit():
         plain = update(state.dense, rows, plans, batch)

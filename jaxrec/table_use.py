@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 
 class BrokenEngine(RuntimeError):
     """Rows of a step are lost: dense state and tables permanently differ in their steps.

@@ -45,11 +45,11 @@ from world import at_step, interrupt_when, is_inside, no_threads_left, until, wo
 from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
+from jaxrec import BrokenEngine
 from jaxrec.checkpoint import restore_shards, snapshot
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
 from jaxrec.loop import planned
-from jaxrec import BrokenEngine
 from jaxrec.oac import Pipeline
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.types import ShardsLost, TrainState

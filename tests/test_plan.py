@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import draw_ids, examples, specs
 
+import jaxrec
 from jaxrec.cpr import counters, row_set
 from jaxrec.embedding import (
     DeviceTables,
@@ -110,12 +111,29 @@ def test_ids_outside_their_table_are_refused(bad, home):
         ({"pair": np.zeros((3, 3), int)}, "has shape"),
         ({"pair": np.zeros((2,), int)}, "has shape"),
         ({"pair": np.zeros((3, 2), np.float32)}, "ids are arrays of integers"),
+        ({"pair": jnp.array([[2**31 + 3, 1]], jnp.uint32)}, "uint32 on a device, .*jaxrec.to_device"),
     ],
 )
-def test_ids_that_do_not_fit_are_refused(ids, message):
+@pytest.mark.parametrize(
+    "plans", [plan, lambda spec, ids: jax.jit(lambda ids: device_plan(spec, ids, {"width_4": 8}))(ids)]
+)
+def test_ids_that_do_not_fit_are_refused(ids, message, plans):
     spec = EmbeddingSpec({"a": Table(9, 4), "b": Table(9, 4)}, {"pair": Lookup(("a", "b"))})
     with pytest.raises(ValueError, match=message):
-        plan(spec, ids)
+        plans(spec, ids)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
+def test_a_batch_sent_to_the_device_is_planned_as_on_the_host_or_refused(dtype):
+    spec, limits, ones = EmbeddingSpec({"t": Table(40, 4)}, {"t": Lookup("t")}), np.iinfo(dtype), np.ones(4, np.float32)
+    batch = jaxrec.Batch({"t": np.array([7, 39, 0, 7], dtype)}, np.zeros((4, 0), np.float32), ones, ones)
+    sent = jaxrec.to_device(batch)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sent)) and sent.ids["t"].dtype == np.int32
+    jax.tree.map(np.testing.assert_array_equal, plan(spec, sent.ids), plan(spec, batch.ids))
+    for value in {int(limits.min), int(limits.max)} - {0}:  # valid rows only by being cut
+        batch.ids["t"][0] = value
+        with pytest.raises(ValueError, match="outside their tables" if -(2**31) <= value < 2**31 else "ids are i32"):
+            plan(spec, jaxrec.to_device(batch).ids)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_a_step_is_checked_against_itself_without_compilation(home):
     update, state, plans, batch = step_of(home)
     before = jax.tree.map(np.array, state.dense)
     assert jaxrec.check_step(update, state, plans, batch) < 1e-5
+    own = lambda *args: update(*args)  # an update of one's own, as in docs/recipes.md
+    assert jaxrec.check_step(own, state, plans, batch) < 1e-5
     jax.tree.map(np.testing.assert_array_equal, before, state.dense)
 
 

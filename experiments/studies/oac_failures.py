@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrec.embedding import HostTables
 from jaxrec import BrokenEngine
+from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
 from jaxrec.types import Batch, TrainState
 

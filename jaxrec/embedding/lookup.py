@@ -207,6 +207,7 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, 
     Returns:
       {stack: Plan}. A plan with count > U has dropped rows and must not be used: plan again with more capacity.
     """
+    spec.check_ids(ids)
     plans = {}
     for name, stack in spec.stacks.items():
         lookups = {key: ids[key] for key in spec.lookups_of(name)}

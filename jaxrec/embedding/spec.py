@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
+import jax
 import numpy as np
 
 from jaxrec.bounds import is_not_negative, real_number, whole_number
@@ -226,6 +227,12 @@ class EmbeddingSpec:
                 raise ValueError(
                     f"ids[{name!r}] are {dtype}, but ids are arrays of integers: cast them, and pad bags of several "
                     "lengths with -1."
+                )
+            # XLA compares u32 with i32 as i32: from 2**31 on, an id would be another row, or none.
+            if isinstance(array, jax.Array) and np.issubdtype(dtype, np.unsignedinteger) and dtype.itemsize > 2:
+                raise ValueError(
+                    f"ids[{name!r}] are {dtype} on a device, where ids are i32: send batches by jaxrec.to_device, "
+                    "which checks and casts them on the host."
                 )
 
     @functools.cached_property

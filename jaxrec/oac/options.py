@@ -4,14 +4,14 @@ Legend: W window, S shards, U padded unique rows per shard, C rows that are tran
 width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxrec import validate
 from jaxrec.bounds import whole_number
 from jaxrec.oac.view import GuardedTables
-from jaxrec.sharding import AXES, as_mesh, check_split
+from jaxrec.sharding import AXES, check_split, mesh_of
 from jaxrec.types import TrainState
 
 MODES = ("sync", "async", "semisync", "oac")
@@ -161,10 +161,12 @@ def with_unguarded_tables(state) -> TrainState:
     return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
 
 
-def mesh_of(state: TrainState, update) -> jax.sharding.Mesh:
-    """Return the mesh of the dense state, which must be that of the update, if it has one, and fit the shards."""
-    placed: list[Any] = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state.dense)]
-    mesh = as_mesh(next((place.mesh for place in placed if getattr(place, "mesh", None) is not None), None))
+def checked_mesh(state: TrainState, update) -> jax.sharding.Mesh:
+    """Return the mesh of the dense state, which must fit the shards and be that of an update by `make_update`.
+
+    An update of one's own that was made for other devices is refused by JAX when it is compiled.
+    """
+    mesh = mesh_of(state.dense)
     check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)
     if theirs != mesh:

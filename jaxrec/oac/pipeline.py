@@ -31,7 +31,7 @@ from jaxrec.engine import (
     first_failure,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.oac.options import check_options, mesh_of, with_unguarded_tables
+from jaxrec.oac.options import check_options, checked_mesh, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
@@ -117,7 +117,7 @@ class Pipeline(Engine):
         )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
         tables, spec = state.tables, state.tables.spec
-        mesh = mesh_of(state, update)
+        mesh = checked_mesh(state, update)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
         self._device_step = self.device_step_type(update, options, tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement

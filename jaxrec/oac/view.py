@@ -41,8 +41,11 @@ class TableProgress(TableUse):
         """Raise BrokenEngine if rows are lost, with the error that lost them as its cause."""
         if (error := self.scheduler.error_after_commit) is not None:
             dense_step = None if self.scheduler.dense_lost else self.step
-            steps = self.table_steps() if self.counted else [None] * len(self.puts)
-            raise BrokenEngine(dense_step, steps, error) from error
+            raise BrokenEngine(dense_step, self.table_steps(), error) from error
+
+    def table_steps(self) -> list[int | None]:
+        """Return the step of each shard, None if unknown."""
+        return super().table_steps() if self.counted else [None] * len(self.puts)
 
 
 class GuardedTables:

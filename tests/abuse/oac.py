@@ -12,10 +12,10 @@ from world import at_step, no_threads_left, pair_batch, pair_loss
 
 import jaxrec
 from abuse import refused, situation
+from jaxrec import BrokenEngine
 from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.loop import fit, planned
-from jaxrec import BrokenEngine
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
