@@ -64,7 +64,7 @@ def outcome_of(
     several = isinstance(found, tuple) and len(found) in (2, 3)
     per_example, figures, variables = (*found, {})[:3] if several else (found, {}, {})
     check_per_example("loss", per_example, batch)
-    _check_figures(figures, len(batch.weight))
+    _check_figures(figures, batch.weight.shape[0])
     for name, new in variables.items():
         _check_variable(name, new, params[name])
     return Outcome(per_example, jax.tree.map(jnp.asarray, figures), variables)
@@ -143,7 +143,7 @@ def check_per_example(what: str, found: Any, batch: Batch, only_first_axis: bool
 
     With `only_first_axis`, an example may have several numbers.
     """
-    size, shape = len(batch.weight), getattr(found, "shape", None)
+    size, shape = batch.weight.shape[0], getattr(found, "shape", None)
     if shape is None or shape[:1] != (size,) or (len(shape) > 1 and not only_first_axis):
         kind = f"a {type(found).__name__}" if shape is None else f"an array of shape {tuple(shape)}"
         raise ValueError(

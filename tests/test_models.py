@@ -1,6 +1,7 @@
 """All models under one harness: shapes, gradients everywhere, learning of a planted product, clear errors."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -53,6 +54,19 @@ def test_one_logit_an_example_whatever_the_others_are(name):
     assert logit.shape == (B,) and logit.dtype == jnp.float32
     alone = [model.apply(params, dense[i : i + 1], activations[i : i + 1])[0] for i in range(3)]
     np.testing.assert_allclose(alone, logit[:3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "din", "side"])
+def test_models_are_exported_for_batches_of_any_size(name):
+    model, (dense, activations) = (MODELS | {"din": DIN((16,), (8,)), "side": Side((16, 4))})[name], inputs()
+    args = {"din": (dense, activations, *history()), "side": (activations, dense)}.get(name, (dense, activations))
+    params = model.init(jax.random.key(0), *args)
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = [jax.ShapeDtypeStruct((batch, *array.shape[1:]), array.dtype) for array in args]
+    exported = jax.export.export(jax.jit(model.apply))(params, *shapes)
+    for size in (1, B):
+        some = [array[:size] for array in args]
+        np.testing.assert_allclose(exported.call(params, *some), model.apply(params, *some), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

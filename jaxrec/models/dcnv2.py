@@ -41,7 +41,7 @@ class DCNv2(nn.Module):
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         check_inputs(self, dense, activations)
         dense = Tower(self.bottom, name="bottom_tower")(dense).T if self.bottom else dense
-        x0 = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
+        x0 = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
         crossed = x0
         for _ in range(self.cross_layers):
             crossed = Cross(self.rank)(x0, crossed)

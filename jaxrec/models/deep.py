@@ -31,7 +31,7 @@ class DNN(nn.Module):
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         check_inputs(self, dense, activations)
-        x = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
+        x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
         return nn.Dense(1)(Tower(self.tower)(x).T)[:, 0]
 
 

@@ -47,5 +47,5 @@ class DIN(nn.Module):
         unit = Tower(self.attention, name="unit")(pair.reshape(-1, pair.shape[-1])).T
         weight = nn.Dense(1, name="weight")(unit).reshape(present.shape)
         interest = jnp.sum(jnp.where(present, weight, 0.0)[..., None] * history, axis=1)
-        x = jnp.concatenate([dense, activations.reshape(len(activations), -1), candidate, interest], axis=1)
+        x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1), candidate, interest], axis=1)
         return nn.Dense(1)(Tower(self.tower)(x).T)[:, 0]

@@ -114,7 +114,8 @@ dot_interaction.defvjp(_interaction_forward, _interaction_backward)
 def of_each_example(function: Callable, vectors: jax.Array, *others: jax.Array) -> Any:
     """Map a function over the examples of arrays [B, ...], all at once or, where that is faster, in pieces."""
     whole = jax.vmap(function)
-    if vectors.size <= NUMBERS_AT_ONCE:
+    # The size is no int if the batch is symbolic, as in an export for batches of any size.
+    if not isinstance(vectors.size, int) or vectors.size <= NUMBERS_AT_ONCE:
         return whole(vectors, *others)
     pieces = lambda *each: jax.lax.map(lambda example: function(*example), each, batch_size=EXAMPLES_IN_A_PIECE)
     return jax.lax.platform_dependent(vectors, *others, cpu=pieces, default=whole)

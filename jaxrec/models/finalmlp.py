@@ -35,9 +35,9 @@ class FinalMLP(nn.Module):
     @nn.compact
     def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
         check_inputs(self, dense, activations)
-        x = jnp.concatenate([dense, activations.reshape(len(activations), -1)], axis=1)
+        x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
         first, second = (self._stream(x, number, sizes) for number, sizes in enumerate(self.towers))
-        heads = lambda out: out.reshape(len(out), self.heads, -1)
+        heads = lambda out: out.reshape(out.shape[0], self.heads, -1)
         weight = self.param(
             "bilinear",
             nn.initializers.lecun_normal(batch_axis=0),

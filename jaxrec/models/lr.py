@@ -34,7 +34,7 @@ class LR(nn.Module):
 def check_inputs(model: nn.Module, dense: jax.Array, activations: jax.Array, least_width: int = 1) -> None:
     """Check that dense features and activations have the shapes that all click models take."""
     name = type(model).__name__
-    if dense.ndim != 2 or activations.ndim != 3 or len(dense) != len(activations):
+    if dense.ndim != 2 or activations.ndim != 3 or dense.shape[0] != activations.shape[0]:
         raise ValueError(
             f"{name} wants dense [B, N] and activations [B, F, E], got {dense.shape} and {activations.shape}."
         )

@@ -26,7 +26,7 @@ class Side(nn.Module):
 
     @nn.compact
     def __call__(self, activations: jax.Array, dense: jax.Array | None = None) -> jax.Array:
-        x = activations.reshape(len(activations), -1)
+        x = activations.reshape(activations.shape[0], -1)
         x = x if dense is None else jnp.concatenate([x, dense], axis=1)
         hidden = Tower(self.tower[:-1])(x).T if len(self.tower) > 1 else x
         out = nn.Dense(self.tower[-1], use_bias=False)(hidden)
