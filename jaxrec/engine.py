@@ -25,7 +25,7 @@ from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
 from jaxrec.step import run_hooks
 from jaxrec.table_use import BrokenEngine, TableUse
 from jaxrec.types import Batch, ShardsLost, TrainState
-from jaxrec.validate import check_not_donated, donated
+from jaxrec.validate import check_not_donated, check_takes, donated
 
 
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
@@ -315,6 +315,7 @@ class Engine:
 
     def _end(self) -> list[BaseException]:
         """End the active run, if any, and return its failures that were not raised yet."""
+        self._refuse_within_step()
         generator = self._generator()
         for end in (generator.close if generator is not None else lambda: None, self._losses.check):
             try:
@@ -322,6 +323,11 @@ class Engine:
             except Exception as failure:
                 self._unraised.append(failure)
         return self._pop_unraised()
+
+    def _refuse_within_step(self):
+        generator = self._generator()
+        if generator is not None and generator.gi_running:
+            raise ValueError("close within a step: raise in the hook to end the run, or leave the loop over it.")
 
     def _close_within(self, error):
         try:
@@ -486,6 +492,7 @@ class Serial(Engine):
     def __init__(self, state: TrainState, train_step: Callable, capacity: Mapping[str, int] | None = None):
         super().__init__()
         check_not_donated(state)
+        check_takes(train_step, "train step", "state", "plans", "batch")
         self._state, self._train_step, self._capacity = state, train_step, capacity
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet

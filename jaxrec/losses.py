@@ -20,8 +20,9 @@ All of this is decided while a step is traced: it costs a loss nothing that does
 Legend: B examples of one device, W total weight of the examples of a replica.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +61,8 @@ def outcome_of(
 ) -> Outcome:
     """Call a loss, with the key if one is given, and validate its result."""
     check_rng(loss, rng is not None)
-    found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
+    with naming_lookups(activations):
+        found = loss(params, activations, batch) if rng is None else loss(params, activations, batch, rng=rng)
     several = isinstance(found, tuple) and len(found) in (2, 3)
     per_example, figures, variables = (*found, {})[:3] if several else (found, {}, {})
     check_per_example("loss", per_example, batch)
@@ -68,6 +70,16 @@ def outcome_of(
     for name, new in variables.items():
         _check_variable(name, new, params[name])
     return Outcome(per_example, jax.tree.map(jnp.asarray, figures), variables)
+
+
+@contextlib.contextmanager
+def naming_lookups(lookups: Iterable[str]) -> Iterator[None]:
+    """Note the names of the lookups on a KeyError, which may be of a misspelt one."""
+    try:
+        yield
+    except KeyError as error:
+        error.add_note(f"the activations have the lookups {list(lookups)}")
+        raise
 
 
 def mean_figures(figures: dict[str, jax.Array], batch: Batch, weight: jax.Array, sharded: bool) -> dict[str, jax.Array]:

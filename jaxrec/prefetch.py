@@ -57,6 +57,10 @@ class Stream:
             taken = result_or_error(lambda: jax.tree.map(_copy, next(self.iterator, END)))
             if taken is END:
                 return END
+            if not isinstance(taken, (Batch, BaseException)):
+                taken = ValueError(
+                    f"the stream has given a {type(taken).__name__}, where a Batch is expected: iterate over batches."
+                )
             self._line.append(_in_line(taken))
         first = self._line[0]
         if isinstance(first, _Raised):

@@ -22,6 +22,7 @@ from jaxrec.losses import (
     key_at,
     mean_figures,
     mean_variables,
+    naming_lookups,
     or_one,
     outcome_of,
 )
@@ -193,9 +194,11 @@ def step_rows(
     rows: dict[str, Rows], row_gradients: dict[str, jax.Array], step: jax.Array, row_optimizer: RowOptimizer
 ) -> dict[str, Rows]:
     """Apply the row optimizer to the rows that a batch touched."""
-    return {
+    found = {
         name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step)) for name, old in rows.items()
     }
+    validate.check_row_update(rows, found)
+    return found
 
 
 def without_replica(dense: DenseState) -> DenseState:
@@ -223,13 +226,19 @@ def init_state(
 
     Returns:
       TrainState; dense leaves have a leading axis of R replicas.
+
+    Raises:
+      ValueError: a parameter is no array of floats, or the state of the optimizer has a PRNG key.
     """
     mesh = as_mesh(mesh)
     replicas = mesh.shape[REPLICA]
+    validate.check_params(params)
+    opt_state = optimizer.init(params)
+    validate.check_opt_state(opt_state)
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),
         put_on_mesh(replicate(params, replicas), mesh, PER_REPLICA),
-        put_on_mesh(replicate(optimizer.init(params), replicas), mesh, PER_REPLICA),
+        put_on_mesh(replicate(opt_state, replicas), mesh, PER_REPLICA),
     )
     return TrainState(dense, tables)
 
@@ -464,7 +473,8 @@ def make_eval_step(
 
     def predicted(params, rows, plans, batch):  # of a device, for its part of the examples
         values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
-        found = predict(params, activations(spec, values, plans), batch)
+        with naming_lookups(spec.lookups):
+            found = predict(params, activations(spec, values, plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
         check_per_example("predict", found, batch, only_first_axis=several)
         return found

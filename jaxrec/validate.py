@@ -7,9 +7,12 @@ compiled shape. Objects of a wrong type are not checked: Python's error names th
 Legend: B batch, S shards, U padded unique rows per shard, E embedding width, R replicas.
 """
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embedding.lookup import is_plan_of
@@ -46,9 +49,46 @@ def check_not_donated(state: TrainState) -> None:
         )
 
 
+def check_takes(function: Any, what: str, *arguments: str) -> None:
+    """Refuse a function that does not take these arguments, such as a train step where an update is expected."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        raise ValueError(
+            f"{getattr(function, '__qualname__', type(function).__name__)} is no {what}: a function of "
+            f"({', '.join(arguments)}) is expected, as from make_{what.replace(' ', '_')}."
+        ) from None
+
+
+def check_params(params: Any) -> None:
+    """Refuse dense parameters that are not arrays of floats."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        found = getattr(leaf, "dtype", type(leaf))
+        if not (isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(found, jnp.inexact))):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {found!s:.80}, but dense parameters are arrays of floats, as "
+                "they are trained: keep counters, PRNG keys, strings and functions out of them (the loss gets its key "
+                "by `seed=`, and may close over the rest)."
+            )
+
+
+def check_opt_state(opt_state: Any) -> None:
+    """Refuse typed PRNG keys in the state of an optimizer."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key):
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)} is a PRNG key, which images and averages of replicas do not "
+                "hold: choose an optax transformation without one, and draw noise in the loss, by `seed=`."
+            )
+
+
 def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
     """Refuse a batch that has invalid weights or does not match the lookups or the plans."""
     _check_weight(batch.weight)
+    if batch.label is None or batch.dense is None:
+        raise ValueError(
+            "label and dense of a batch are arrays: give np.zeros((B, 0), np.float32) where there is none."
+        )
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
             dtype = getattr(leaf, "dtype", np.dtype(object))  # a Python number, leaf of a list
@@ -127,6 +167,13 @@ def check_dense(dense, optimizer, replicas: int) -> None:
             f"the optimizer state is {found!s:.300}, but the step's optimizer wants {wanted!s:.300}: give the same "
             "optax transformation to `init_state` and to the step."
         )
+
+
+def check_row_update(before: Mapping, after: Mapping) -> None:
+    """Refuse a row optimizer that changes shapes or dtypes: rows are stored as they were read."""
+    described = lambda tree: jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", dict(tree))
+    if (found := described(after)) != (wanted := described(before)):
+        raise ValueError(f"the row optimizer returned rows {found!s:.300} of {wanted!s:.300}: only values may change.")
 
 
 def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer | None = None) -> None:

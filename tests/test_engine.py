@@ -116,22 +116,30 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
 
 
-@pytest.mark.parametrize("home", ["host", "device"])
-def test_batches_on_the_device_are_planned_there_with_equal_results(home):
+@pytest.mark.parametrize(
+    "make",
+    [
+        ENGINES["serial over host tables"],
+        ENGINES["serial over device tables"],
+        ENGINES["pipeline"],
+        lambda: Pipeline(fresh("host"), UPDATE, window=3, skip_stale_reads=True),
+    ],
+)
+def test_batches_on_the_device_are_planned_there_with_equal_results(make):
     """Capacities grow on the way and are checked as on the host; a bad id is refused before its step."""
-    kinds, sent = set(), (jax.device_put(batch_at(index, size=8 + 8 * (index > 5))) for index in range(12))
+    kinds, sent = set(), (jaxrec.to_device(batch_at(index, size=8 + 8 * (index > 5))) for index in range(12))
 
     def hook(state, step, plans, metrics):
         kinds.update(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plans))
         return state
 
-    with Serial(fresh(home), STEP) as engine:
+    with make() as engine:
         list(engine.run(sent, [hook]))
         found = bits(engine.state)
         with pytest.raises(ValueError, match="1 ids of lookups"):
-            list(engine.run([jax.device_put(batch_of({"item": np.array([1, 40])}, np.ones(2)))]))
+            list(engine.run([jaxrec.to_device(batch_of({"item": np.array([1, 40])}, np.ones(2)))]))
         assert engine.step == 12 and same(bits(engine.state), found)
-    with Serial(fresh(home), STEP) as engine:
+    with make() as engine:
         list(engine.run(batch_at(index, size=8 + 8 * (index > 5)) for index in range(12)))
         assert kinds == {True} and same(bits(engine.state), found)
 

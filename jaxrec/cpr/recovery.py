@@ -70,6 +70,8 @@ def check_scheme(spec, mode, scheme, whole):
     """Raise if a scheme does not fit the mode or the tables."""
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
+    if scheme is not None and not isinstance(scheme, Priority):
+        raise ValueError(f"scheme={scheme!r:.80} is no Priority: call one of jaxrec.cpr, as scheme=mfu().")
     if scheme and mode == "full":
         raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
     if whole and scheme and not scheme.by_tracker:

@@ -166,6 +166,7 @@ def checked_mesh(state: TrainState, update) -> jax.sharding.Mesh:
 
     An update of one's own that was made for other devices is refused by JAX when it is compiled.
     """
+    validate.check_takes(update, "update", "dense", "rows", "plans", "batch")
     mesh = mesh_of(state.dense)
     check_split(state.tables.spec.shards, mesh)
     theirs = getattr(update, "mesh", mesh)

@@ -438,6 +438,7 @@ class Pipeline(Engine):
                 f"close was called in another thread than {iterating.name!r}, which iterates over the run and "
                 "would take its stream for ended: leave the loop there."
             )
+        self._refuse_within_step()
         generator, self._within = self._generator(), self._within + 1
         try:
             with uninterrupted() as deferred:

@@ -240,7 +240,8 @@ class LastWriters:
         for name, p in plans.items():
             sources[name] = np.empty(p.unique.shape, np.int32)
             known = self._writer[name], self._place[name]
-            last_writers(p.unique, p.count, number, self.window, self.depth, *known, sources[name])
+            unique, count = np.asarray(p.unique), np.asarray(p.count)  # of a plan that was made on the device, too
+            last_writers(unique, count, number, self.window, self.depth, *known, sources[name])
         return sources
 
 

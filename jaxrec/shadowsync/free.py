@@ -333,10 +333,7 @@ class StreamSplitter:
             if isinstance(found, Batch):
                 self.taken += 1
                 return found
-            self.over = True
-            if found is not END:
-                what = f"the stream has given a {type(found).__name__}, where a Batch is expected."
-                self.error = found if isinstance(found, BaseException) else ValueError(what)
+            self.over, self.error = True, None if found is END else found
             return None
 
 

@@ -101,7 +101,11 @@ def recovering(directory, state=None, **more):
 
 def recovery_of(directory, **more):
     """A recovery that has not been entered."""
-    return Recovery(Serial(state_of(), None), directory, **({"save_every_steps": 4, "total_steps": 100} | more))
+    return Recovery(
+        Serial(state_of(), lambda state, plans, batch: None),
+        directory,
+        **({"save_every_steps": 4, "total_steps": 100} | more),
+    )
 
 
 def train_to(engine, recovery, *steps, saves=True):

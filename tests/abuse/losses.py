@@ -30,6 +30,15 @@ def _returns(*more):
     train(step=_makes(made=made))
 
 
+@situation("a misspelt lookup", KeyError, "iten")
+def _(directory):
+    try:
+        train(step=_makes(made=lambda params, activations, batch: activations["iten"][:, 0, 0] + params["bias"]))
+    except KeyError as error:
+        assert "the activations have the lookups ['pair']" in error.__notes__
+        raise
+
+
 # ---- keys
 
 

@@ -83,6 +83,11 @@ def next_within_exclusive():
         pipeline.exclusive(lambda tables: next(running))
 
 
+def close_in_a_hook():
+    pipeline = pipeline_of()
+    train(pipeline, hook=at_step(2, lambda state: pipeline.close()), steps=2)
+
+
 def reset_to_other_shapes():
     state = state_of()
     params = {"bias": np.zeros((1, 3), np.float32)}
@@ -99,7 +104,14 @@ MISTAKES = {
     "made for a mesh of 2 devices.*lies on 1": lambda _: Pipeline(state_of(), update_of(two_devices())),
     "made for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(state_of(two_devices()), update_of()),
     "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(state_of(two_devices(2)), update_of()),
-    # Hooks, and calls at the wrong time.
+    r"step is no update: a function of \(dense, rows, plans, batch\) is expected, as from make_update": lambda _: (
+        Pipeline(state_of(), jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS))
+    ),
+    # Streams, hooks, and calls at the wrong time.
+    "the stream has given a NoneType, where a Batch is expected": lambda _: train(batches=[None], steps=0),
+    "the stream has given a tuple, where a Batch": lambda _: train(batches=[(pair_batch(), {})], steps=0),
+    "the stream has given a dict, where a Batch": lambda _: train(batches=pair_batch(), steps=0),
+    "close within a step: raise in the hook to end the run": lambda _: close_in_a_hook(),
     r"other tables: change rows in pipeline.exclusive\(\)": lambda _: train(
         hook=lambda state, *args: state._replace(tables=HostTables.create(SPEC, ROWS)), steps=1
     ),

@@ -6,6 +6,7 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from world import pair_batch, pair_loss, pair_predict
@@ -34,6 +35,18 @@ def train_step(replicas=1, devices=1, rows=ROWS, dense=DENSE):
 @functools.cache
 def eval_step():
     return jaxrec.make_eval_step(SPEC, pair_predict)
+
+
+def init(params, optimizer=DENSE):
+    return jaxrec.init_state(params, optimizer, HostTables.create(SPEC, ROWS))
+
+
+def _halved(gradient, value, slots, step):
+    value, slots = ROWS.update(gradient, value, slots, step)
+    return value.astype(jnp.float16), slots
+
+
+HALF = ROWS._replace(update=_halved)
 
 
 def copy_of(state):
@@ -138,6 +151,20 @@ OTHERS = {
         plan=jaxrec.embedding.host_plan(SPEC, pair_batch().ids, {"width_4": 1})
     ),
     "donated to an earlier step and is gone: go on with the state that": lambda _: _used_twice("host"),
+    r"params\['count'\] is int32, but dense parameters are arrays of floats": lambda _: init({"count": jnp.int32(3)}),
+    r"params\['active'\] is <class 'str'>, but dense": lambda _: init({"active": "relu"}),
+    r"params\['key'\] is key<.*, but dense .*the loss gets its key by `seed=`": lambda _: init(
+        {"key": jax.random.key(0)}
+    ),
+    r"opt_state\[0\].rng_key is a PRNG key, .* draw noise in the loss": lambda _: init(
+        PARAMS, optax.chain(optax.add_noise(0.1, 0.5, 0), DENSE)
+    ),
+    r"checked is no train step: a function of \(state, plans, batch\) is expected, as from make_train_step": lambda _: (
+        loop.Serial(state_of(), jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS))
+    ),
+    "list is no train step": lambda _: loop.fit(state_of(), train_step(), []),  # swapped
+    "label and dense of a batch are arrays": lambda _: train(pair_batch(label=None)),
+    r"row optimizer returned rows .*float16\[.*only values may change": lambda _: train(step=train_step(rows=HALF)),
     "is not a RowOptimizer": lambda directory: HostTables.create(SPEC, DENSE, directory / "tables"),
 }
 refused(OTHERS)
