@@ -61,7 +61,7 @@ class Case:
     window: int
     threads: int  # loaders, fetchers and writers, each
     exponent: float  # of the power law of the ids; 0 is uniform
-    skip: bool  # both savings: skip_stale_reads and skip_rewritten
+    skip: bool  # skip_stale_reads
     validation: str = "planned"
     longest_delay_ms: float = 2.0
 
@@ -402,11 +402,11 @@ def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     delayed = Delayed(case.longest_delay_ms, seed)
     threads: dict[str, Any] = {"loaders": case.threads, "fetchers": case.threads, "writers": case.threads}
     options = threads | {"send": delayed.send, "fetch": delayed.fetch}
-    skips: dict[str, Any] = {"skip_stale_reads": case.skip, "skip_rewritten": case.skip}
     sync = Pipeline(fresh_state(spec), update, mode="sync", **options)
     oac = WatchedPipeline(
-        fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation, **options, **skips
-    )
+        fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation,
+        skip_stale_reads=case.skip, **options,
+    )  # fmt: skip
     equal_sync = same(train_case(sync, batches), expected)
     equal_oac = same(train_case(oac, batches), expected)
     counters = oac.counters

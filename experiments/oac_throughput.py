@@ -19,7 +19,7 @@ All modes run in 24 interleaved rounds of about a second per mode; a ratio is of
 are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), minimum and maximum. Rates are of the
 steady state: the first W + 2 batches of a run are not timed, and the stream continues after the last timed one. `sync`,
 `async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the abstract says,
-where `oac` plans them on the host. The variant that moves the fewest rows (`oac_skip_both`) is timed in the regime
+where `oac` plans them on the host. The variant that sends the fewest rows (`oac_skip_reads`) is timed in the regime
 `link` only.
 
 `pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
@@ -28,7 +28,7 @@ batches; the time of the link is computed from the bytes of a batch, so values s
 saved by the variants that move fewer rows.
 
 `--link remote` emulates nothing: the rows are at servers in other processes of this machine, and every batch reads and
-writes them by messages, which share its cores with the compute. All modes over them, including `oac_skip_both`, are
+writes them by messages, which share its cores with the compute. All modes over them, including `oac_skip_reads`, are
 interleaved with `sync` and `oac` over tables in this process; `remote_oac_over_local_oac` is the ratio of their rates.
 `bitwise_equal_remote` compares all rows, slots, dense parameters and losses of 12 batches with those of `sync` over
 tables in this process; `bitwise_equal_async_remote` is its control. It sweeps like the emulated link. Where servers and
@@ -96,7 +96,7 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """Modes compared in a regime."""
     if config.sweep == "window":
         return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
-    more = {"link": ("oac_device", "oac_skip_both"), "remote": ("oac_skip_both",)}.get(regime, ("oac_device",))
+    more = {"link": ("oac_device", "oac_skip_reads"), "remote": ("oac_skip_reads",)}.get(regime, ("oac_device",))
     return [PipelineWay(mode) for mode in (*BASIC, *more)]
 
 

@@ -24,7 +24,7 @@ OPTIONS = [
     {"window": 3},
     {"window": 3, "loaders": 3, "writers": 2},
     {"mode": "sync"},
-    {"window": 4, "skip_stale_reads": True, "skip_rewritten": True},
+    {"window": 4, "skip_stale_reads": True},
 ]
 
 

@@ -145,7 +145,7 @@ def pipeline_with(wrapper):
     return type("WrappedPipeline", (Pipeline,), {"device_step_type": Wrapped})
 
 
-@pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True, "skip_rewritten": True}])
+@pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True}])
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
 def test_equals_the_plain_loop_bit_for_bit(window, options):
     batches = make_batches(24)
@@ -165,10 +165,10 @@ def test_law_of_equality(data):
     overlap = data.draw(st.sampled_from(["full", "some", "none"]))
     batches = make_batches(data.draw(st.integers(1, 12)), spec, seed=data.draw(st.integers(0, 9)), overlap=overlap)
     threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
-    skips = {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
-    validation = "planned" if any(skips.values()) else data.draw(st.sampled_from(["planned", "device"]))
+    skip = data.draw(st.booleans(), label="skip_stale_reads")
+    validation = "planned" if skip else data.draw(st.sampled_from(["planned", "device"]))
     window = data.draw(st.integers(1, 8), label="window")
-    _, found = train(batches, spec, mesh, window=window, validation=validation, **threads, **skips)
+    _, found = train(batches, spec, mesh, window=window, validation=validation, skip_stale_reads=skip, **threads)
     assert same(found, plain_loop(batches, spec, mesh))
 
 
@@ -262,8 +262,8 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
             pipeline.exclusive(reset)
         return state
 
-    skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, loaders=3, validation=validation, **skips)
+    options = {"window": 5, "loaders": 3, "validation": validation, "skip_stale_reads": skip}
+    pipeline = Pipeline(make_state(), update_of(SPEC), **options)
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, [fail])]
     expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
@@ -284,8 +284,7 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
         snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
 
-    skips = {"skip_stale_reads": skip, "skip_rewritten": skip}
-    with Pipeline(make_state(), update_of(SPEC), window=window, **skips) as pipeline:
+    with Pipeline(make_state(), update_of(SPEC), window=window, skip_stale_reads=skip) as pipeline:
         pipeline.snapshot_at(at, save)
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain)
@@ -350,7 +349,7 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
         ({"mode": "sync", "window": 2}, "window is 0"),
         ({"loaders": 0}, "loaders=0"),
         ({"validation": "hope"}, "validation='hope'"),
-        ({"mode": "async", "skip_rewritten": True}, "mode='oac'"),
+        ({"mode": "async", "skip_stale_reads": True}, "mode='oac'"),
         ({"validation": "device", "skip_stale_reads": True}, "validation='planned'"),
     ],
 )

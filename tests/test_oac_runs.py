@@ -29,7 +29,6 @@ from test_oac import (
     ROWS,
     SPEC,
     Broken,
-    copied,
     frozen,
     make_batches,
     make_state,
@@ -52,11 +51,11 @@ from jaxrec.interrupts import wait
 from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
 from jaxrec.oac.scheduler import BatchScheduler
-from jaxrec.types import ShardsLost, TrainState
+from jaxrec.types import ShardsLost
 
 # ---- properties that only a certain order of events could break; each order is forced
 
-SKIPS = {"skip_stale_reads": True, "skip_rewritten": True}
+SKIPS = {"skip_stale_reads": True}
 
 
 def reset_at(step):
@@ -66,29 +65,6 @@ def reset_at(step):
 def losses_of(pipeline, batches, hooks=()):
     with pipeline:
         return [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
-
-
-@pytest.mark.parametrize("leave_there", [False, True])
-def test_a_drain_right_after_exclusive_writes_nothing_of_before(leave_there):
-    """`drain` writes the ring's unwritten rows, but not over rows changed since."""
-    batches, seen = make_batches(20), []
-    plain, expected = plain_loop(batches, after=reset_at(9)), plain_loop(batches[:9], after=reset_at(9))
-
-    def change(state, step, plan, metrics):
-        if step == 9:
-            pipeline.exclusive(reset)
-            seen.append(copied(pipeline.drain()))
-        return state
-
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, **SKIPS)
-    if leave_there:
-        with pipeline:
-            next(run for run in pipeline.run(batches, [change]) if pipeline.step == 9)
-        assert same((pipeline.state, []), (expected[0], []))
-    else:
-        losses = losses_of(pipeline, batches, [change])
-        assert same((pipeline.state, losses), plain)
-    assert same((TrainState((), seen[0]), []), (TrainState((), expected[0].tables), []))
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
@@ -200,7 +176,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
 
     def send(tree, placement):
         sent = held.send(tree, placement)  # `held` then releases the write of the window's oldest batch
-        if len(tree) == 3:  # rows
+        if not isinstance(tree[1], jaxrec.Batch):  # rows
             scheduler, oldest = pipeline.scheduler, pipeline.scheduler.first + Numbered.mine.batch - window
             until(lambda: oldest < scheduler.first or scheduler.watermark() > oldest)
         return sent
@@ -270,7 +246,7 @@ def is_serial(pipeline, watcher, losses, **options):
 
 
 @pytest.mark.parametrize("death", [("read", 6, 1), ("write", 6, 1), ("write", STEPS - 1, 2)])
-@pytest.mark.parametrize("options", [{}, {"mode": "sync"}, {"mode": "semisync"}, {"skip_rewritten": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mode": "sync"}, {"mode": "semisync"}, SKIPS], ids=str)
 def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
     """One death is at the last write-back, when no thread is left to gather again."""
     window = {} if "mode" not in options else {"window": None}
@@ -287,7 +263,7 @@ def test_async_brings_shards_back_too():
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
 
 
-@pytest.mark.parametrize("skips", [{}, {"skip_rewritten": True}])
+@pytest.mark.parametrize("skips", [{}, SKIPS])
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
     """Each stage may hit the loss once, before it is known."""
@@ -421,9 +397,9 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
     options = {"window": data.draw(st.integers(1, 5), label="window")} if mode == "oac" else {"window": None}
     options |= {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
     if mode == "oac":
-        skips = {name: data.draw(st.booleans(), label=name) for name in ("skip_stale_reads", "skip_rewritten")}
-        device = not any(skips.values()) and data.draw(st.booleans(), label="device")
-        options |= skips | {"validation": "device" if device else "planned"}
+        skip = data.draw(st.booleans(), label="skip_stale_reads")
+        device = not skip and data.draw(st.booleans(), label="device")
+        options |= {"skip_stale_reads": skip, "validation": "device" if device else "planned"}
     death = st.tuples(st.sampled_from(["read", "write"]), st.integers(0, STEPS), st.integers(0, 3))
     deaths = data.draw(st.lists(death, min_size=1, max_size=3), label="deaths")
     pipeline, watcher, losses = train_mortal(mortal(*deaths), mode=mode, **options)
@@ -479,7 +455,7 @@ REGIMES = [
     {"mode": "async", "window": WINDOW},
     {"window": WINDOW, "loaders": 3},
     {"window": WINDOW, "validation": "device"},
-    {"window": WINDOW, "skip_stale_reads": True, "skip_rewritten": True},
+    {"window": WINDOW, "skip_stale_reads": True},
 ]
 
 
@@ -705,41 +681,6 @@ def interrupting(when):
     return Interrupting
 
 
-@pytest.mark.parametrize("way", ["break", "close", "ctrl-c", "load"])
-def test_with_skip_rewritten_a_stream_that_blocks_holds_back_a_window_and_nothing_else(way, ctrl_c):
-    """For the last W batches taken it is unknown whether their rows are rewritten: they wait, leaving does not."""
-    batches, last = make_batches(16), 8 - WINDOW
-    stream = Blocking(batches, 8)
-    send = BrokenSend(batches[6] if way == "load" else None, stream.blocked)
-    pipeline = pipeline_of(send=send, **SKIPS)
-    if way == "ctrl-c":
-        pipeline.scheduler_type = interrupting(lambda: pipeline.step == last)
-    raised = {"ctrl-c": pytest.raises(KeyboardInterrupt), "load": pytest.raises(Broken)}
-    with raised.get(way, contextlib.nullcontext()), pipeline:
-        for _ in pipeline.run(stream):
-            if pipeline.step == last and way in ("break", "close"):
-                assert stream.blocked.wait(60)
-                if way == "break":
-                    break
-                pipeline.close()
-    done = 6 if way == "load" else last  # all before the failed batch, waiting for none after it
-    assert pipeline.step == done and equal(pipeline.state, states_of(batches)[done])
-    send.mend()
-    let_go(stream)
-    assert goes_on(pipeline, stream, batches)
-
-
-@pytest.mark.parametrize("window", [5, 8])
-@pytest.mark.parametrize("ends", ["stops", "raises"])
-def test_with_skip_rewritten_a_stream_shorter_than_the_window_is_trained_to_its_end(ends, window):
-    batches = make_batches(5)
-    stream = iter(batches[:4]) if ends == "stops" else raising(batches, 4)
-    with contextlib.nullcontext() if ends == "stops" else pytest.raises(Broken):
-        for _ in (pipeline := Pipeline(make_state(), update_of(SPEC), window=window, **SKIPS)).run(stream):
-            pass
-    assert pipeline.step == 4 and equal(pipeline.state, states_of(batches)[4])
-
-
 @pytest.mark.parametrize("way", ["break", "hook", "load", "fetch"])
 def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     batches = make_batches(16)
@@ -871,7 +812,7 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
             super().pause()
 
     def send(tree, placement):
-        if isinstance(tree, tuple) and len(tree) == 3 and next(calls) == 5:  # the rows of a batch
+        if not isinstance(tree[1], jaxrec.Batch) and next(calls) == 5:  # the rows of a batch, not its inputs
             gathering.set()
             assert pausing.wait(60)
             raise Broken
@@ -1243,33 +1184,6 @@ def test_what_leaving_by_break_has_found_is_raised_by_the_next_call(ask):
         getattr(pipeline, ask)(*[batches] * (ask == "run"))
     pipeline.close()
     assert len(list(pipeline.run(batches))) == 12
-
-
-def test_drain_waits_for_a_cut_that_writes_the_same_rest_and_steps_count_batches():
-    batches, pipeline, seen = make_batches(16), pipeline_of(skip_rewritten=True), []
-    saving, drained, go = threading.Event(), threading.Event(), threading.Event()
-
-    class Telling(BatchScheduler):
-        def wait_for_snapshot(self):
-            go.set()
-            super().wait_for_snapshot()
-
-    def save(state):
-        saving.set()
-        assert go.wait(60)
-        seen.append((state.tables.step, drained.is_set()))
-
-    pipeline.scheduler_type = Telling
-    pipeline.snapshot_at(6, save)
-    with pipeline:
-        for number, _ in enumerate(pipeline.run(batches), 1):
-            if number == 6:
-                assert saving.wait(60)
-                pipeline.drain()
-                drained.set()
-                go.set()
-    assert seen == [(6, False)] and pipeline.tables.step == 16
-    assert equal(pipeline.state, states_of(batches)[16])
 
 
 @pytest.mark.process

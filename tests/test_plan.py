@@ -25,7 +25,6 @@ from jaxrec.embedding import (
     rowwise_adagrad,
 )
 from jaxrec.embedding.lookup import is_plan_of
-from jaxrec.oac import ring
 from jaxrec.sharding import SPLIT, make_mesh, plan_specs
 
 
@@ -201,12 +200,10 @@ def test_scatters_that_overwrite_have_unique_indices():
     capacity = capacity_of(plans)
     tables = DeviceTables.create(spec, rowwise_adagrad(0.1))
     rows = tables.read(plans)
-    bits = {stack: np.packbits(np.ones(p.unique.shape, bool), axis=1)}
     entry = np.full((4, 16), row_set.EMPTY, np.int32)
     programs = {
         "device_plan": (lambda ids: device_plan(spec, ids, capacity), ids),
         "put": (lambda tables, rows: tables.put(plans, rows), tables, rows),
-        "kept": (lambda rows, bits: ring.kept(rows, bits, {stack: 2}), rows, bits),
         "row set": (lambda entry: row_set.insert(entry, p, np.uint32(0)), entry),
         "overwrite": (
             lambda value: counters.overwrite(value, [np.arange(3)] * 4, [np.ones((3, 4))] * 4),

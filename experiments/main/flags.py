@@ -260,7 +260,7 @@ class TechniqueFlags(Flags):
     stale_rows: Literal["planned", "device"] = "planned"
     """oac: where rows that arrive too old are found: in the host's plan, or on the device."""
     savings: bool = False
-    """oac: skip transfers of rows that the device already has, or that a batch in flight writes again."""
+    """oac: skip transfers of rows that the device already has."""
     shadowsync: Literal["none", "easgd", "ma", "bmuf"] = "none"
     """Replicas of the dense network, synchronised in the background. With host tables alone, trainers are free-running
     threads; with remote tables alone, free-running processes; with a pipeline, device tables or CPR they are replicas

@@ -89,7 +89,7 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     return Pipeline(
         state, job.update(mesh), mode=config.pipeline, capacity=capacity, validation=config.stale_rows,
         window=config.window or (WINDOW if config.pipeline in ("oac", "async") else None),
-        skip_stale_reads=config.savings, skip_rewritten=config.savings,
+        skip_stale_reads=config.savings,
     )  # fmt: skip
 
 

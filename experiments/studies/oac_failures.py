@@ -150,7 +150,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     trap = Trap({"send": int(rng.integers(0, 2 * number)), "stream raises": 0}.get(kind, at), error)
     in_stream = at if kind.startswith("stream") else None
     stream = FailingStream(problem.batches, in_stream, trap if kind == "stream raises" else None)
-    pipeline, skips = _pipeline(problem, kind, trap, rng)
+    pipeline = _pipeline(problem, kind, trap, rng)
     last = int(rng.integers(1, at + 1)) if kind == "stream blocks" else at
     raised = _run(pipeline, stream, kind, at, last, trap)
     wrong: list[str] = []
@@ -162,10 +162,9 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     check(not threads_left(("oac-plan",) if kind == "stream blocks" else ()), f"threads left: {threads_left()}")
     fired = trap.fired or kind in ("stream blocks", "break")
     check(carries(raised, error) if trap.fired else raised is None, f"came out: {raised!r}")
-    # With `skip_rewritten` fetchers send too: the list of rows to fetch.
     notes = getattr(error, "__notes__", [])
     if trap.fired and any(f"in stage '{stage}'" in note for stage in LOSES_ROWS for note in notes):
-        _check_broken(problem, pipeline, skips, check)
+        _check_broken(problem, pipeline, check)
         return kind, wrong
     if kind in ("stream raises", "hook", "ctrl-c", "break"):
         wanted = at if kind in ("stream raises", "break") else trap.at + 1
@@ -176,11 +175,8 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 
 def _pipeline(problem, kind, trap, rng):
-    skips: dict[str, Any] = {name: bool(rng.integers(2)) for name in ("skip_stale_reads", "skip_rewritten")}
-    # `skip_rewritten` needs the batches of the next window, so a blocked stream would block training.
-    if kind == "stream blocks":
-        skips["skip_rewritten"] = False
-    validation = "planned" if any(skips.values()) else str(rng.choice(["planned", "device"]))
+    skip = bool(rng.integers(2))
+    validation = "planned" if skip else str(rng.choice(["planned", "device"]))
     threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}
 
     def send(tree, placement):
@@ -200,8 +196,8 @@ def _pipeline(problem, kind, trap, rng):
         traps = {"before_write": lambda shards: trap()}
     return Pipeline(
         state._replace(tables=WatchedTables.of(state.tables, **traps)), problem.update,
-        window=int(rng.integers(1, 7)), validation=validation, send=send, fetch=fetch, **threads, **skips,
-    ), skips["skip_rewritten"]  # fmt: skip
+        window=int(rng.integers(1, 7)), validation=validation, send=send, fetch=fetch, skip_stale_reads=skip, **threads,
+    )  # fmt: skip
 
 
 def _run(pipeline, stream, kind, at, last, trap):
@@ -230,14 +226,14 @@ def _run(pipeline, stream, kind, at, last, trap):
     return None
 
 
-def _check_broken(problem, pipeline, skips, check):
+def _check_broken(problem, pipeline, check):
     for call in (lambda: pipeline.run(problem.batches), pipeline.drain):
         try:
             call()
         except BrokenEngine as broken:
             check(broken.dense_step == int(pipeline.state.dense.step), f"says dense step {broken.dense_step}")
             for shard, step in enumerate(broken.table_steps):
-                check(step is not None or skips, f"says nothing of shard {shard}")
+                check(step is not None, f"says nothing of shard {shard}")
                 if step is not None:
                     stands = pipeline.state._replace(tables=pipeline.tables)
                     check(equal_shard(stands, problem.states[step], shard), f"shard {shard} is not at step {step}")

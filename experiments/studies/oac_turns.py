@@ -168,6 +168,6 @@ def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
     """
     wanted = trained(local, "sync", number)
     same = lambda found: len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
-    modes = {"bitwise_equal_remote": "oac", "bitwise_equal_savings_remote": "oac_skip_both"}
+    modes = {"bitwise_equal_remote": "oac", "bitwise_equal_savings_remote": "oac_skip_reads"}
     modes |= {"bitwise_equal_async_remote": "async"}
     return {key: same(trained(remote, mode, number)) for key, mode in modes.items()}

@@ -30,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "oac": {"mode": "oac"},
     "oac_device": {"mode": "oac", "validation": "device"},
-    "oac_skip_both": {"mode": "oac", "skip_stale_reads": True, "skip_rewritten": True},
+    "oac_skip_reads": {"mode": "oac", "skip_stale_reads": True},
 }
 # Emulated links: the bytes of which directions take how many times as long as the compute of a batch.
 LINKS: dict[str, tuple[Callable, float]] = {"balanced": (sum, 1.0), "link": (max, 1.5), "compute": (sum, 0.25)}
@@ -174,7 +174,7 @@ def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, fl
 
     Args:
       work: its first `number` batches are trained once each.
-      number: number of batches; the first and the last W of them are transferred without savings.
+      number: number of batches; the first W of them are sent whole.
 
     Returns:
       {'send': bytes, 'fetch': bytes}.

@@ -54,9 +54,8 @@ def memory_bytes(
                                                              host does not plan sources: other modes, or 'device'
                 + 8 table_rows             the last writer of every row; nothing in those cases
 
-    On a CPU both are the same memory, and fetched rows are views of those on the device. `skip_rewritten` needs W more
-    batches of inputs and 4 R W bytes of row numbers on the host. The ring is widened when a batch has more unique rows
-    than any before it; meanwhile the old ring exists too.
+    On a CPU both are the same memory, and fetched rows are views of those on the device. The ring is widened
+    when a batch has more unique rows than any before it; meanwhile the old ring exists too.
 
     Args:
       window: W.
@@ -99,7 +98,6 @@ class PipelineOptions(NamedTuple):
     window: int  # W
     validation: str
     skip_stale_reads: bool  # neither gather nor send rows that the ring provides
-    skip_rewritten: bool  # neither fetch nor write rows that a later batch will rewrite
     # Number of threads of each kind, and of batches planned beyond the window.
     loaders: int = 1
     fetchers: int = 1
@@ -126,14 +124,9 @@ class PipelineOptions(NamedTuple):
         """Number of slots in the ring."""
         return max(1, self.window)
 
-    @property
-    def lookahead(self) -> int:
-        """Number of later batches that must be planned before a commit, so that the rows they rewrite are known."""
-        return self.window if self.skip_rewritten else 0
-
 
 def check_options(
-    mode: str, window: int | None, validation: str, skip_stale_reads=False, skip_rewritten=False, **threads: int
+    mode: str, window: int | None, validation: str, skip_stale_reads: bool = False, **threads: int
 ) -> PipelineOptions:
     """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
@@ -145,9 +138,9 @@ def check_options(
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
     threads = {name: whole_number(name, count) for name, count in threads.items()}
-    options = PipelineOptions(mode, window, validation, skip_stale_reads, skip_rewritten, **threads)
-    if (skip_stale_reads or skip_rewritten) and not options.plans_sources:
-        raise ValueError("skip_stale_reads and skip_rewritten need mode='oac', window > 0, validation='planned'.")
+    options = PipelineOptions(mode, window, validation, skip_stale_reads, **threads)
+    if skip_stale_reads and not options.plans_sources:
+        raise ValueError("skip_stale_reads needs mode='oac', window > 0, validation='planned'.")
     return options
 
 

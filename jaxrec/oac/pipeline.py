@@ -78,9 +78,6 @@ class Pipeline(Engine):
       validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on
         the device, as in the abstract of OAC. Both give the same values.
       skip_stale_reads: do not gather and send rows that the ring will patch.
-      skip_rewritten: do not fetch and write rows that an already planned batch of the window will rewrite. A batch is
-        committed when W more are planned or the stream has ended or failed: while a stream blocks, the last W batches
-        taken from it wait.
       capacity: initial {stack: U} of the plans, as for `Serial`.
 
     Memory: see `memory_bytes`.
@@ -88,7 +85,7 @@ class Pipeline(Engine):
     Attributes:
       counters: totals of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
         `bytes_fetched`, passed to `send` and `fetch`; `bytes_without_savings`, the sum of both without
-        `skip_stale_reads` and `skip_rewritten`.
+        `skip_stale_reads`.
       compilations: number of programs compiled by its runs; grows whenever a capacity grows.
       scheduler: progress of the batches of the run, for inspection.
 
@@ -104,7 +101,7 @@ class Pipeline(Engine):
         self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
         send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
-        skip_stale_reads: bool = False, skip_rewritten: bool = False, capacity: Mapping[str, int] | None = None,
+        skip_stale_reads: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__()
         self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
@@ -112,7 +109,7 @@ class Pipeline(Engine):
         self._left = True
         state = with_unguarded_tables(state)
         options = check_options(
-            mode, window, validation, skip_stale_reads, skip_rewritten,
+            mode, window, validation, skip_stale_reads,
             loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead,
         )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
@@ -124,16 +121,15 @@ class Pipeline(Engine):
         self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
         self._snapshots = SnapshotSaver(self._stages, self._device_step, self._losses)
-        self._progress = TableProgress(tables, counted=not options.adds and not options.skip_rewritten)
+        self._progress = TableProgress(tables, counted=not options.adds)
         # The tables of yielded states, which refuse to be read while they lag.
         self._guarded_tables: HostTables | GuardedTables = tables
         self._new_scheduler(0, Stream(iter(())))
         _pipelines.add(self)
 
     def _new_scheduler(self, number, stream, lost=()):
-        options = self._options
-        ahead = options.ahead + options.lookahead
-        self.scheduler = self.scheduler_type(self.window, ahead, options.writers, number, self.mode == "semisync")
+        options, semisync = self._options, self.mode == "semisync"
+        self.scheduler = self.scheduler_type(self.window, options.ahead, options.writers, number, semisync)
         self.scheduler.mark_lost(lost)
         self._progress.begin(self.scheduler, int(self._device_step.dense.step))
         self._workers = Workers(self.scheduler, self._stages, stream, self._progress)
@@ -211,8 +207,7 @@ class Pipeline(Engine):
 
     def _next_batch_number(self):
         """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
-        lookahead = self._stages.options.lookahead
-        while (number := self.scheduler.wait_to_commit(lookahead)) is None and self._has_lost_shards():
+        while (number := self.scheduler.wait_to_commit()) is None and self._has_lost_shards():
             self._recover_lost()
         return number
 
@@ -284,13 +279,9 @@ class Pipeline(Engine):
         self.scheduler.drain()
         self._progress.refuse_broken()
         self._check_snapshot_saved()
-        if self._stages.options.skip_rewritten:
-            self.scheduler.wait_for_snapshot()  # it writes the same skipped rows
-            self._check_snapshot_saved()
-        with uninterrupted():
-            # After a run all rows are written, and another pipeline may have trained the tables since.
-            if not self._left:
-                self._stages.flush_ring(self._device_step.whole_ring(), self.scheduler)
+        # After a run all rows are written, and another pipeline may have trained the tables since.
+        if not self._left:
+            with uninterrupted():
                 self._progress.mark_current()
         return self.tables
 
@@ -485,11 +476,11 @@ class Pipeline(Engine):
                 deferred.clear()
 
     def _end_run(self, failed, recovers):
-        """Write the last rows and collect the failures, after the threads have ended."""
+        """Collect the failures, after the threads have ended."""
         scheduler = self.scheduler
         if not scheduler.rows_lost:
-            # After the threads have ended, so that no older write follows.
-            self._flush_ring()
+            self._progress.mark_current()
+            self._guarded_tables = self.tables
         elif isinstance(result_or_error(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
             scheduler.mark_dense_lost()
         # Other pipelines may use the tables only when all rows are written.
@@ -501,16 +492,6 @@ class Pipeline(Engine):
         told = (scheduler.error_after_commit, scheduler.snapshot_error, scheduler.error_before_commit)
         failures = (*told, failed, checked, unrecovered)
         self._unraised += [failure for failure in failures if failure is not None]
-
-    def _flush_ring(self):
-        try:
-            self._stages.flush_ring(self._device_step.whole_ring(), self.scheduler)
-        except Exception as error:
-            error.add_note("in the last write of a run of the pipeline")
-            self.scheduler.fail_after_commit(self.scheduler.committed, error)
-        else:
-            self._progress.mark_current()
-            self._guarded_tables = self.tables
 
     def _refuse(self):
         """Raise if the pipeline cannot be used: lost rows, failures not raised yet, tables in use by another run."""

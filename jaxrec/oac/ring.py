@@ -68,18 +68,18 @@ def resize(ring: Ring, capacity: dict[str, int]) -> Ring:
     """Widen the slots to U = capacity[stack] rows per shard; rows keep their positions within a slot."""
     return Ring(
         ring.version,
-        {name: widened(leaf, capacity[name], -1) for name, leaf in ring.unique.items()},
+        {name: _widened(leaf, capacity[name], -1) for name, leaf in ring.unique.items()},
         {
-            name: jax.tree.map(lambda leaf, size=capacity[name]: widened(leaf, size, 0), rows)
+            name: jax.tree.map(lambda leaf, size=capacity[name]: _widened(leaf, size, 0), rows)
             for name, rows in ring.rows.items()
         },
     )
 
 
-def widened(leaf, size: int, fill, numpy=jnp):
-    """Pad [S, W, U, ...] to [S, W, size, ...], with JAX or numpy."""
+def _widened(leaf, size, fill):
+    """Pad [S, W, U, ...] to [S, W, size, ...]."""
     before = [(0, 0), (0, 0), (0, size - leaf.shape[2])]
-    return numpy.pad(leaf, before + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
+    return jnp.pad(leaf, before + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
 
 
 def validate(ring: Ring, plans: dict[str, Plan], read_version) -> dict[str, Array]:
@@ -131,21 +131,21 @@ def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[
     Returns:
       {stack: Rows}, f32[S, U, E], the values of serial execution.
     """
+    return {name: replay_stack(ring.rows[name], rows[name], source[name]) for name in rows}
 
-    def patch(name):
-        where, sent = source[name], rows[name].value.shape[1]
-        depth, width = ring.rows[name].value.shape[1:3]
-        # The n-th row that the ring does not provide is the n-th row sent, so no index array has to be sent.
-        place = jnp.clip(jnp.cumsum(where < 0, axis=1, dtype=jnp.int32) - 1, 0, sent - 1)
 
-        def one(gathered, held):
-            right = _rows_at(held.reshape(held.shape[0], depth * width, -1), jnp.maximum(where, 0))
-            gathered = gathered if sent == where.shape[1] else _rows_at(gathered, place)
-            return jnp.where(where[..., None] >= 0, right, gathered)
+def replay_stack(held: Rows, rows: Rows, source: Array) -> Rows:
+    """Replace the stale rows of one stack by the rows held in its ring, f32[S, W, U, E]: see `replay`."""
+    sent, (depth, width) = rows.value.shape[1], held.value.shape[1:3]
+    # The n-th row that the ring does not provide is the n-th row sent, so no index array has to be sent.
+    place = jnp.clip(jnp.cumsum(source < 0, axis=1, dtype=jnp.int32) - 1, 0, sent - 1)
 
-        return jax.tree.map(one, rows[name], ring.rows[name])
+    def one(gathered, held):
+        right = _rows_at(held.reshape(held.shape[0], depth * width, -1), jnp.maximum(source, 0))
+        gathered = gathered if sent == source.shape[1] else _rows_at(gathered, place)
+        return jnp.where(source[..., None] >= 0, right, gathered)
 
-    return {name: patch(name) for name in rows}
+    return jax.tree.map(one, rows, held)
 
 
 def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) -> Ring:
@@ -187,30 +187,6 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
     dense, new, metrics = update(dense, replay(ring, rows, source), plans, batch)
     patched = sum(jnp.sum(where >= 0) for where in source.values())
     return dense, append(ring, unique, new, number), new, {**metrics, "patched_rows": patched}
-
-
-def kept(rows: dict[str, Rows], bits: dict[str, Array], size: dict[str, int]) -> dict[str, Rows]:
-    """Return the rows of a batch that must be written back, f32[S, C, E] of f32[S, U, E], in the same order.
-
-    `bits` u8[S, U / 8] is the mask of these rows, from `numpy.packbits`. C = size[stack] is at least their number in
-    any shard: padding has arbitrary values, and with C = U all rows are returned unchanged.
-    """
-
-    def some(name):
-        (shards, width), wanted = rows[name].value.shape[:2], size[name]
-        if wanted == width:
-            return rows[name]
-        keep = jnp.unpackbits(bits[name], axis=1, count=width)
-        rank = jnp.cumsum(keep, axis=1, dtype=jnp.int32) - 1
-        shard = jnp.arange(shards, dtype=jnp.int32)[:, None]
-        number = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), keep.shape)
-        # One index, and unique where it drops too: see `device_plan`.
-        at = jnp.where(keep > 0, shard * wanted + rank, shards * wanted + shard * width + number)
-        place = jnp.zeros(shards * wanted, jnp.int32).at[at].set(number, mode="drop", unique_indices=True)
-        place = place.reshape(shards, wanted)
-        return jax.tree.map(lambda leaf: _rows_at(leaf, place), rows[name])
-
-    return {name: some(name) for name in rows}
 
 
 def _rows_at(leaf, place):
@@ -259,41 +235,3 @@ def written_since(sources: dict[str, np.ndarray], number: int, window: int, floo
 def count_found(sources: dict):
     """Return the number of rows that the ring provides: i32[] of numpy or JAX, as the sources; 0 without stacks."""
     return sum((where >= 0).sum() for where in sources.values())
-
-
-def mark_rewritten(keep: Callable[[int], dict[str, np.ndarray] | None], sources, number: int, window: int) -> None:
-    """Clear the rows that batch `number` will rewrite from the masks of the W preceding batches.
-
-    `keep`: batch number -> {stack: bool[S, U]}, mask of the rows to write back, changed in place; None if it can no
-    longer change.
-    """
-    for before in range(number - window, number):
-        masks = keep(before)
-        for name, where in sources.items() if masks else ():
-            here = (where >= 0) & (where // where.shape[1] == before % window)
-            shard, at = np.nonzero(here)
-            masks[name][shard, where[shard, at] % where.shape[1]] = False  # type: ignore[index]
-
-
-def newest_rows(ring: Ring, spec: EmbeddingSpec, floor: int) -> tuple[dict[str, Plan], dict[str, Rows]]:
-    """Return the newest value of every row in a ring with row numbers, as plans and rows for `put`.
-
-    Ring entries of batches before `floor` are ignored.
-    """
-    ring = jax.tree.map(np.asarray, ring)
-    # Newest first, as `np.unique` returns the first occurrence of each row.
-    slots = [slot for slot in np.argsort(-ring.version[0]) if ring.version[0, slot] >= floor]
-    plans, rows = {}, {}
-    for name, unique in ring.unique.items():
-        flat = unique[:, slots].reshape(len(unique), -1)
-        first = [np.unique(shard, return_index=True)[1] for shard in flat]
-        used = (flat >= 0) & (flat < spec.stacks[name].rows)
-        places = [at[shard[at]] for at, shard in zip(first, used, strict=True)]
-        index = np.stack([np.pad(at, (0, flat.shape[1] - len(at))) for at in places])
-        count = np.array([len(at) for at in places], np.int32)
-        plans[name] = Plan(np.take_along_axis(flat, index, 1), {}, count, np.int32(0))
-        newest = lambda leaf, at=index[..., None]: np.take_along_axis(
-            leaf[:, slots].reshape(len(leaf), -1, leaf.shape[-1]), at, 1
-        )
-        rows[name] = jax.tree.map(newest, ring.rows[name])
-    return plans, rows

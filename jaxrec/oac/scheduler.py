@@ -157,15 +157,13 @@ class BatchScheduler:
             self.active_gathers -= 1
             self._changed.notify_all()
 
-    def wait_to_commit(self, lookahead: int) -> int | None:
-        """Wait until the next batch is loaded and `lookahead` more are planned or the end is known; return its number.
-
-        Returns None at the end, after a failure, and while shards are lost.
+    def wait_to_commit(self) -> int | None:
+        """Wait until the next batch is loaded; return its number, or None at the end, after a failure, and while
+        shards are lost.
         """
         number = self.committed
-        known = lambda: self.end is not None or self.planned > number + lookahead
         over = lambda: self.rows_lost or self.snapshot_error is not None or number == self.end or bool(self.lost_shards)
-        self.wait(lambda: over() or (number in self.loaded and known()))
+        self.wait(lambda: over() or number in self.loaded)
         return None if over() else number
 
     # After the commit: committed batches are always written, unless rows are lost.

@@ -9,7 +9,7 @@ On the device (`DeviceStep`), four programs validate, replay, update and append,
 compiled program in every mode and in a loop without a pipeline, so that bitwise equality does not depend on fusion.
 
 Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), row
-numbers, rows that the ring provides, rows that a later batch will write.
+numbers, rows that the ring provides.
 
 Legend: W window, S shards, U padded unique rows per shard, C rows that are transferred.
 """
@@ -31,7 +31,7 @@ from jaxrec.embedding import HostTables, bucket, capacity_of, plan
 from jaxrec.embedding.lookup import compact_plan
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
-from jaxrec.oac.ring import LastWriters, Ring, count_found, mark_rewritten, newest_rows, written_since
+from jaxrec.oac.ring import LastWriters, count_found, written_since
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.sharding import EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.types import Array, Batch, DenseState, Plan, Rows, ShardsLost
@@ -53,8 +53,6 @@ class Planned(NamedTuple):
     reads: Inputs  # of bool: leaves that device programs read
     # i32[S, U] place of each row in the ring, -1 where the gathered row will be valid.
     source: dict[str, np.ndarray]
-    # bool[S, U] rows to write back; later batches clear the rows that they will rewrite.
-    keep: dict[str, np.ndarray]
 
 
 class Loaded(NamedTuple):
@@ -63,8 +61,6 @@ class Loaded(NamedTuple):
     # f32[S, U, E] on the device; [S, C, E] if rows that the ring provides were not sent.
     rows: dict[str, Rows]
     source: dict[str, Array]  # `Planned.source`, on the device
-    # u8[S, U / 8] mask of the rows to write back, on the device; empty if it was not final at the gather.
-    keep: dict[str, Array]
     watermark: int  # all batches before it were written when the gather began
     stale: int  # rows whose last writer was not written when the gather began
     patched: int  # rows that the ring provides
@@ -78,7 +74,6 @@ class Committed(NamedTuple):
     stale: Any  # as in `Loaded`; i32[] on the device if validation='device'
     patched: Any
     read: dict[str, Rows]
-    keep: dict[str, Array]
 
 
 class Fetched(NamedTuple):
@@ -106,13 +101,10 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
     plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return {
-        "replay": jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
+        # Of one stack: the sizes of several would be compiled in all their combinations with `skip_stale_reads`.
+        "replay": jax.jit(on_mesh(rings.replay_stack, SPLIT, SPLIT, SPLIT)),
         "append": jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
         "validate": jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
-        "kept": jax.jit(
-            lambda rows, bits, size: on_mesh(functools.partial(rings.kept, size=dict(size)), SPLIT, SPLIT)(rows, bits),
-            static_argnums=2,
-        ),
         # Created with its final sharding: no device ever holds the rings of all shards.
         "init": jax.jit(rings.init, static_argnums=(1, 2), out_shardings=split),
         "widen": jax.jit(
@@ -132,8 +124,6 @@ class DeviceStep:
     ):
         self.options, self.dense, self.depth = options, dense, options.depth
         self.ring: rings.Ring | None = None
-        # {stack: i32[S, W, U]} host copy of the ring's row numbers, with `skip_rewritten`.
-        self.numbers: dict[str, np.ndarray] = {}
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self._layout, self._jitted, self._programs = tables.layout, self.update, compile_ops(mesh, tuple(tables.layout))
         self._row_numbers_on_device = options.repairs and not options.plans_sources
@@ -143,10 +133,6 @@ class DeviceStep:
         """Return the number of programs compiled so far."""
         jitted = (self.update, *self._programs.values())
         return sum(program._cache_size() for program in jitted if hasattr(program, "_cache_size"))
-
-    def kept(self, rows: dict, bits: dict, size: dict[str, int]) -> dict:
-        """Return the rows to write back, on the device: see `ring.kept`."""
-        return self._programs["kept"](rows, bits, tuple(size.items()))
 
     def reads(self, inputs: Inputs) -> Inputs:
         """Return which leaves of plans and batch the programs of a step read, as Inputs of bool."""
@@ -195,38 +181,30 @@ class DeviceStep:
             if not self.options.plans_sources:
                 stale = patched = count_found(source)
             metrics = {**metrics, "stale_rows": stale, "patched_rows": patched}
-        return Committed(new, stale, patched, loaded.read, loaded.keep), metrics
+        return Committed(new, stale, patched, loaded.read), metrics
 
     def repair(self, inputs: Inputs, loaded: Loaded, rows: dict, floor: int) -> tuple[dict, dict]:
         """Return the valid rows of a batch, and the ring places from which stale rows were replaced."""
-        source = loaded.source
+        ring, source = self.ring, loaded.source
+        assert ring is not None
         if not self.options.plans_sources:
             written = max(loaded.watermark, floor) - 1
-            source = self._programs["validate"](self.ring, inputs.plans, np.int32(written))
-        return self._programs["replay"](self.ring, rows, source), source
+            source = self._programs["validate"](ring, inputs.plans, np.int32(written))
+        replay = self._programs["replay"]
+        return {name: replay(ring.rows[name], mine, source[name]) for name, mine in rows.items()}, source
 
     def _append(self, planned, inputs, new):
-        """Append the rows of a batch to the ring, and its row numbers on the side that reads them."""
+        """Append the rows of a batch to the ring, and its row numbers if the device validates."""
         unique = {name: p.unique for name, p in inputs.plans.items()} if self._row_numbers_on_device else {}
         self.ring = self._programs["append"](self.ring, unique, new, np.int32(planned.number))
-        for name, held in self.numbers.items():
-            held[:, planned.number % self.depth] = planned.plans[name].unique
 
     def _fit_ring(self, planned, rows):
         """Create the ring at the first batch, whose rows are always all sent; widen it when a capacity has grown."""
         capacity = capacity_of(planned.plans)
         if self.ring is None:
             self.ring = self._programs["init"](rows, self.depth, self._row_numbers_on_device)
-            shape = lambda p: (len(p.unique), self.depth, p.unique.shape[1])
-            if self.options.skip_rewritten:  # for rows that no later batch rewrote
-                self.numbers = {name: np.full(shape(p), -1, np.int32) for name, p in planned.plans.items()}
         elif any(r.value.shape[2] != capacity[name] for name, r in self.ring.rows.items()):
             self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
-            self.numbers = {name: rings.widened(held, capacity[name], -1, np) for name, held in self.numbers.items()}
-
-    def whole_ring(self) -> rings.Ring | None:
-        """Return the ring with its row numbers, those on the host if kept there; None before the first batch."""
-        return self.ring and self.ring._replace(unique=self.numbers or self.ring.unique)
 
     def dense_is_lost(self) -> bool:
         """Return whether the dense state was donated to an update that failed."""
@@ -289,18 +267,13 @@ class Stages:
         # that cannot be planned.
         reads = self._device_step.reads(Inputs(plans, batch))
         source = self.last.sources(plans, number) if self.last else {}
-        keep = {name: in_use(p) for name, p in plans.items()} if self.options.skip_rewritten else {}
-        return Planned(number, batch, plans, reads, source, keep)
+        return Planned(number, batch, plans, reads, source)
 
-    def enter(self, planned: Planned, floor: int, committed: int) -> None:
-        """Store a planned batch, and clear the rows that it will rewrite from `keep` of earlier batches."""
+    def enter(self, planned: Planned, floor: int) -> None:
+        """Store a planned batch."""
         number, window = planned.number, self.options.window
         if number - window < floor:  # the ring may hold void rows
             planned = planned._replace(source=written_since(planned.source, number, window, floor))
-        if self.options.skip_rewritten:
-            # Rows of a committed batch may be in transfer already, so it keeps all of them.
-            keep_of = lambda n: self.items[n].planned.keep if n >= committed and n in self.items else None
-            mark_rewritten(keep_of, planned.source, number, window)
         self.items[number] = Item(planned)
 
     def void(self, floor: int) -> None:
@@ -327,31 +300,20 @@ class Stages:
         read = self.tables.read(plans)
         # Before the transfer, as in semisync the previous batch's write waits for this gather.
         scheduler.mark_gathered(number)
-        # Final once all batches that may rewrite these rows are planned: then sent with the rows, without another wait.
-        keep = as_bits(planned.keep) if scheduler.planned > number + window else {}
         whole = self._rows_bytes(planned.plans) + nbytes(source)
-        rows, source_there, keep_there = self._send_counted((read, source, keep), "rows", whole)
+        rows, source_there = self._send_counted((read, source), "rows", whole)
         stale = count_found(written_since(source, number, window, max(watermark, floor)))
         before = read if self.options.adds else {}
-        return Loaded(rows, source_there, keep_there, watermark, stale, count_found(source), before)
+        return Loaded(rows, source_there, watermark, stale, count_found(source), before)
 
-    def fetch(self, item: Item, end: int | None) -> Fetched:
-        """Fetch the rows of a committed batch, or with `skip_rewritten` only those that no later batch will rewrite.
-
-        `end` is the number after the last batch of the run, or None if unknown.
-        """
+    def fetch(self, item: Item) -> Fetched:
+        """Fetch the rows of a committed batch."""
         planned, committed = item.planned, item.committed
         assert committed is not None
-        plans, rows, whole = planned.plans, committed.rows, self._rows_bytes(planned.plans)
-        # The last W batches of a run are fetched whole, as not all batches of their window exist.
-        if self.options.skip_rewritten and (end is None or planned.number + self.options.window < end):
-            plans = self._without_gaps(plans, planned.keep)
-            keep = committed.keep or self._send_counted(as_bits(planned.keep), "rows", 0)
-            rows = self._device_step.kept(rows, keep, capacity_of(plans))
-        self._count_bytes("bytes_fetched", nbytes(rows), whole)
-        rows = self._fetch(rows)
+        self._count_bytes("bytes_fetched", nbytes(committed.rows))
+        rows = self._fetch(committed.rows)
         self._count(planned, committed)
-        return Fetched(plans, rows, committed.read)
+        return Fetched(planned.plans, rows, committed.read)
 
     def write(self, item: Item, shards: Sequence[int], scheduler: BatchScheduler) -> None:
         """Write the rows of a fetched batch to the given shards, except lost ones."""
@@ -365,15 +327,6 @@ class Stages:
                 self.tables.add(fetched.plans, fetched.rows, fetched.read, there)
             else:
                 self.tables.put(fetched.plans, fetched.rows, there)
-
-    def flush_ring(self, ring: Ring | None, scheduler: BatchScheduler) -> None:
-        """Write the newest rows of the ring, which earlier writes have skipped."""
-        if not self.options.skip_rewritten or ring is None:
-            return
-        there = [shard for shard in range(self.tables.spec.shards) if shard not in scheduler.lost_shards]
-        step = int(self.tables.puts[:, 1].max())  # this write is not a new step
-        with self.tables.overwriting(there, step), marking_lost_shards(scheduler):
-            self.tables.put(*newest_rows(ring, self.tables.spec, scheduler.void_before), there)
 
     def _without_gaps(self, plans, keep):
         """Return plans of the rows in `keep` only, padded to one of few sizes C, so that few programs are compiled."""
@@ -395,7 +348,7 @@ class Stages:
         return self._send(tree, self._placement[kind])
 
     def _count_bytes(self, direction, number, whole=None):
-        """Count the bytes of a transfer, and what they would be without `skip_stale_reads` and `skip_rewritten`."""
+        """Count the bytes of a transfer, and what they would be without `skip_stale_reads`."""
         with self._lock:
             self.counters[direction] += number
             self.counters["bytes_without_savings"] += number if whole is None else whole
@@ -446,8 +399,3 @@ def on_gpu(tree: Any) -> bool:
 def in_use(plan: Plan) -> np.ndarray:
     """Return which places of a plan hold a row and not padding, bool[S, U]."""
     return np.arange(plan.unique.shape[1]) < np.asarray(plan.count)[:, None]
-
-
-def as_bits(masks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Pack {stack: bool[S, U]} into {stack: u8[S, U / 8]}."""
-    return {name: np.packbits(mask, axis=1) for name, mask in masks.items()}

@@ -147,7 +147,7 @@ class Workers:
     def _plan(self, batch: Any, number: int):
         scheduler, stages = self.scheduler, self.stages
         planned = stages.plan(batch, number)
-        scheduler.mark_planned(lambda: stages.enter(planned, scheduler.void_before, scheduler.committed))
+        scheduler.mark_planned(lambda: stages.enter(planned, scheduler.void_before))
 
     def _load_all(self, worker):
         while (claim := self.scheduler.claim()) is not None:
@@ -192,7 +192,7 @@ class Workers:
             self._fetch(self.stages.items[number], number)
 
     def _fetch(self, item: Item, number: int):
-        fetched = [self.stages.fetch(item, self.scheduler.end)]
+        fetched = [self.stages.fetch(item)]
 
         def store():
             item.committed, item.fetched = None, fetched.pop()
@@ -277,20 +277,18 @@ class SnapshotSaver(SnapshotSchedule):
             # Before the copy: later batches are not written from here on, so that tables and copy match.
             number = scheduler.hold_writes()
             try:
-                ring = self._device_step.whole_ring() if self._stages.options.skip_rewritten else None
                 # Copied at once, as the next step donates the dense state.
-                dense, ring = jax.tree.map(jnp.copy, (self._device_step.dense, ring))
-                workers.start("snapshot", lambda worker: self._save(worker, workers, number, dense, ring, snapshot))
+                dense = jax.tree.map(jnp.copy, self._device_step.dense)
+                workers.start("snapshot", lambda worker: self._save(worker, workers, number, dense, snapshot))
                 forget()
             except BaseException:
                 scheduler.release_writes()
                 raise
 
-    def _save(self, worker, workers, number, dense, ring, snapshot):
+    def _save(self, worker, workers, number, dense, snapshot):
         worker.number, scheduler = number - 1, workers.scheduler
         try:
-            if whole := scheduler.wait_for_hold():
-                self._stages.flush_ring(ring, scheduler)
+            whole = scheduler.wait_for_hold()
             if scheduler.lost_shards:  # possibly lost since the wait
                 self._missed.append(snapshot)
             elif whole:
