@@ -86,8 +86,7 @@ class SnapshotSchedule:
         self._warn(f", and are forgotten: the engine was reset at step {now}.")
 
     def warn(self, now: int) -> None:
-        """Warn once of snapshots that a run ending at step `now` has not taken; drop those of past steps."""
-        self._to_come = {step: save for step, save in self._to_come.items() if step > now}
+        """Warn once of snapshots that a run ending at step `now` has not taken."""
         self._warn(f": the run was left at step {now}. Those of later steps stay announced for the next run.")
 
     def _warn(self, why):

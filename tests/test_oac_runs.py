@@ -50,7 +50,9 @@ from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
 from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
+from jaxrec.oac.pipeline import live_pipelines
 from jaxrec.oac.scheduler import BatchScheduler
+from jaxrec.prefetch import result_or_error
 from jaxrec.types import ShardsLost
 
 # ---- properties that only a certain order of events could break; each order is forced
@@ -1035,6 +1037,172 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
     assert raised.value.dense_step is None
 
 
+# ---- failures beside others, and beside changes
+
+
+def test_no_snapshot_is_saved_once_rows_before_it_are_lost():
+    """A fetch of a batch before the snapshot's step fails when the step is committed."""
+    fetch, saved = Failing(2, to_host, may=threading.Event()), []
+    pipeline = pipeline_of(fetch=fetch, window=6)
+    pipeline.snapshot_at(5, saved.append)
+    with pytest.raises(Broken), pipeline:
+        list(pipeline.run(make_batches(12), [at_step(6, lambda state: fetch.may.set())]))
+    assert saved == []
+
+
+def test_no_batch_is_committed_and_no_shard_recovered_once_a_save_has_failed():
+    """The save's error ends the run; shards that are lost meanwhile are recovered by the next one."""
+    may, batches = threading.Event(), make_batches(12)
+    pipeline = pipeline_of(mortal())
+    watcher, stream = Reviver(pipeline), iter(batches)
+
+    def save(state):
+        assert may.wait(60)
+        raise Broken
+
+    def lose(state):
+        may.set()
+        until(lambda: pipeline.scheduler.snapshot_error is not None)
+        pipeline.tables.kill(1)
+        pipeline.scheduler.mark_lost([1])
+
+    pipeline.snapshot_at(3, save)
+    with pytest.raises(Broken), pipeline:
+        pipeline.enter(watcher)
+        list(pipeline.run(stream, [at_step(4, lose)]))
+    assert pipeline.step == 4 and watcher.lost == []
+    with pipeline:
+        pipeline.enter(watcher)
+        list(pipeline.run(stream))
+    assert watcher.lost == [(4, (1,))]
+    assert equal(pipeline.state, serial_loop([(4, [1])], batches)[0])
+
+
+def test_a_failure_of_a_load_that_exclusive_has_made_void_ends_nothing():
+    """The batch is loaded again, and its transfer works then."""
+    inside, changed, batches = threading.Event(), threading.Event(), make_batches(12)
+
+    def send(tree, placement):
+        is_inputs = isinstance(tree[1], jaxrec.Batch)
+        if is_inputs and not changed.is_set() and np.array_equal(tree[1].label, batches[5].label):
+            inside.set()
+            assert changed.wait(60)
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    def change(state):
+        assert inside.wait(60)
+        pipeline.exclusive(unchanged)
+        changed.set()
+
+    pipeline = pipeline_of(send=send, window=3)
+    losses = losses_of(pipeline, batches, [at_step(3, change)])
+    assert inside.is_set() and same((pipeline.state, losses), plain_loop(batches))
+
+
+def test_of_two_lost_batches_the_tables_are_said_to_be_at_the_earlier_one():
+    """Two fetches fail, and the later batch's failure is reported last."""
+    both, calls, batches = threading.Event(), itertools.count(), make_batches(12)
+
+    def fetch(tree):
+        number = next(calls)
+        if number == 2:
+            assert both.wait(60)
+            raise Broken
+        if number == 3:
+            both.set()
+            until(lambda: pipeline.scheduler.error_after_commit is not None)
+            raise Broken
+        return to_host(tree)
+
+    pipeline = pipeline_of(fetch=fetch, fetchers=2, window=8)
+    with pytest.raises(Broken), pipeline:
+        list(pipeline.run(batches))
+    refuses_everything(pipeline, pipeline.step, [2] * 4)
+
+
+def test_of_two_failed_writes_the_first_is_told():
+    later, told = threading.Event(), threading.Event()
+
+    def write(shards):
+        number = Numbered.mine.batch
+        if (shards.start, number) == (0, 3):
+            assert later.wait(60)
+            told.set()
+            raise Broken
+        if (shards.start, number) == (1, 5):
+            later.set()
+            assert told.wait(60)
+            until(lambda: pipeline.scheduler.error_after_commit is not None)
+            raise KeyError("second")
+
+    pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=8, writers=2)
+    pipeline.scheduler_type = Numbered
+    with pytest.raises(Broken), pipeline:
+        list(pipeline.run(make_batches(16)))
+
+
+def test_a_failed_gather_is_told_before_it_counts_as_ended():
+    """Else `exclusive`, which waits for gathers, may take its error for one of a void claim and drop it."""
+    known = []
+
+    class Looking(Numbered):
+        def mark_not_loaded(self, lost=()):
+            known.append(self.error_before_commit)
+            super().mark_not_loaded(lost)
+
+    def read():
+        if Numbered.mine.batch == 4:
+            raise Broken
+
+    pipeline = Pipeline(watched(make_state(), before_read=read), update_of(SPEC), window=WINDOW)
+    pipeline.scheduler_type = Looking
+    with pytest.raises(Broken) as raised, pipeline:
+        list(pipeline.run(make_batches(12)))
+    assert known == [raised.value]
+
+
+def test_drain_in_another_thread_than_that_of_the_step_is_refused():
+    found = []
+
+    def drain_there(state):
+        thread = threading.Thread(target=lambda: found.append(result_or_error(pipeline.drain)))
+        thread.start()
+        thread.join(60)
+
+    with pipeline_of() as pipeline:
+        list(pipeline.run(make_batches(6), [at_step(4, drain_there)]))
+    assert "another thread is in the middle of a step" in str(found[0])
+
+
+def test_a_dense_state_that_is_found_dead_at_the_end_is_said_to_be_gone(monkeypatch):
+    """On an accelerator an update may fail after its call has returned; here `block_until_ready` fails."""
+    pipeline = pipeline_of(fetch=Failing(2, to_host))
+
+    def fail(tree):
+        raise Broken
+
+    monkeypatch.setattr(jax, "block_until_ready", fail)
+    with pytest.raises(Broken), pipeline:
+        list(pipeline.run(make_batches(6)))
+    monkeypatch.undo()
+    with pytest.raises(BrokenEngine, match="The dense state is gone") as raised:
+        pipeline.drain()
+    assert raised.value.dense_step is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_forked_child_has_no_pipelines_to_wait_for():
+    """Their threads stay with the parent, so the child would wait for them at its exit."""
+    running = (pipeline := pipeline_of()).run(make_batches(6))
+    next(running)
+    child = os.fork()
+    if not child:
+        os._exit(len(live_pipelines))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and pipeline in live_pipelines
+    pipeline.close()
+
+
 # ---- iterators that are dropped, interrupts
 
 
@@ -1208,6 +1376,7 @@ import numpy as np, jax
 from test_oac import ROWS, SPEC, make_batches, make_state, update_of
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
+from jaxrec.oac.pipeline import live_pipelines
 
 def fetch(tree):
     time.sleep(0.02)

@@ -125,7 +125,7 @@ class Pipeline(Engine):
         # The tables of yielded states, which refuse to be read while they lag.
         self._guarded_tables: HostTables | GuardedTables = tables
         self._new_scheduler(0, Stream(iter(())))
-        _pipelines.add(self)
+        live_pipelines.add(self)
 
     def _new_scheduler(self, number, stream, lost=()):
         options, semisync = self._options, self.mode == "semisync"
@@ -517,16 +517,16 @@ class Pipeline(Engine):
             raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
 
 
-_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+live_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()  # of this process
 
 
 @atexit.register
 def _close_all():
     """Write committed rows and raise failures before the interpreter exits, which stops threads at any point."""
     with contextlib.ExitStack() as stack:
-        for pipeline in list(_pipelines):
+        for pipeline in list(live_pipelines):
             stack.callback(pipeline.close_at_exit)
 
 
 # A forked child has none of a run's threads, and nothing to wait for.
-os.register_at_fork(after_in_child=_pipelines.clear)
+os.register_at_fork(after_in_child=live_pipelines.clear)
