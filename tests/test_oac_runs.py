@@ -40,7 +40,7 @@ from test_oac import (
     update_of,
     watched,
 )
-from world import at_step, interrupt_when, is_inside, no_threads_left, until, workers
+from world import at_step, interrupt_when, is_inside, join_all, no_threads_left, until, workers
 from world import ctrl_c as ctrl_c  # a fixture
 
 import jaxrec
@@ -1050,19 +1050,37 @@ def test_no_snapshot_is_saved_once_rows_before_it_are_lost():
     assert saved == []
 
 
-def test_no_batch_is_committed_and_no_shard_recovered_once_a_save_has_failed():
-    """The save's error ends the run; shards that are lost meanwhile are recovered by the next one."""
-    may, batches = threading.Event(), make_batches(12)
-    pipeline = pipeline_of(mortal())
-    watcher, stream = Reviver(pipeline), iter(batches)
+class LateSave:
+    """A snapshot's save that fails when it is told to."""
 
-    def save(state):
-        assert may.wait(60)
+    def __init__(self, pipeline):
+        self.pipeline, self.may = pipeline, threading.Event()
+
+    def __call__(self, state):
+        assert self.may.wait(60)
         raise Broken
 
+    def fail(self):
+        self.may.set()
+        until(lambda: self.pipeline.scheduler.snapshot_error is not None)
+
+
+def test_no_batch_is_committed_once_a_save_has_failed():
+    pipeline = pipeline_of()
+    save = LateSave(pipeline)
+    pipeline.snapshot_at(3, save)
+    with pytest.raises(Broken), pipeline:
+        list(pipeline.run(make_batches(12), [at_step(5, lambda state: save.fail())]))
+    assert pipeline.step == 5
+
+
+def test_no_shard_is_recovered_once_a_save_has_failed():
+    """The save's error ends the run; shards that are lost meanwhile are recovered by the next one."""
+    batches, pipeline = make_batches(12), pipeline_of(mortal())
+    watcher, stream, save = Reviver(pipeline), iter(batches), LateSave(pipeline)
+
     def lose(state):
-        may.set()
-        until(lambda: pipeline.scheduler.snapshot_error is not None)
+        save.fail()
         pipeline.tables.kill(1)
         pipeline.scheduler.mark_lost([1])
 
@@ -1102,22 +1120,26 @@ def test_a_failure_of_a_load_that_exclusive_has_made_void_ends_nothing():
 
 def test_of_two_lost_batches_the_tables_are_said_to_be_at_the_earlier_one():
     """Two fetches fail, and the later batch's failure is reported last."""
-    both, calls, batches = threading.Event(), itertools.count(), make_batches(12)
+    both, batches = threading.Event(), make_batches(12)
 
     def fetch(tree):
-        number = next(calls)
-        if number == 2:
+        if Numbered.mine.batch == 2:
             assert both.wait(60)
             raise Broken
-        if number == 3:
+        if Numbered.mine.batch == 3:
             both.set()
             until(lambda: pipeline.scheduler.error_after_commit is not None)
             raise Broken
         return to_host(tree)
 
-    pipeline = pipeline_of(fetch=fetch, fetchers=2, window=8)
-    with pytest.raises(Broken), pipeline:
-        list(pipeline.run(batches))
+    pipeline, raised = pipeline_of(fetch=fetch, fetchers=2, window=8), []
+    pipeline.scheduler_type = Numbered
+    # Not in this thread: the run would wait for ever for batch 2 if batch 3 counted.
+    trainer = threading.Thread(target=lambda: raised.append(result_or_error(lambda: losses_of(pipeline, batches))))
+    trainer.daemon = True
+    trainer.start()
+    join_all([trainer])
+    assert isinstance(raised[0], Broken)
     refuses_everything(pipeline, pipeline.step, [2] * 4)
 
 
