@@ -33,7 +33,7 @@ from jaxrec.files import atomic_write, make_directory, write_text
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
 PATHS = ("path", "traces")  # flags that name a place on one machine
-MET = ("not reproduced", "no", "partly", "yes")  # unfavourable first
+MET = ("not reproduced", "no", "not shown", "partly", "yes")  # unfavourable first
 HEAD = (
     "Every claim of the three abstracts, as far as two CPU cores and half an hour on one GPU can tell. "
     "Only the abstracts could be read. "

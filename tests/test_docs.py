@@ -294,16 +294,21 @@ def test_a_table_has_figures_of_one_kind():
     assert len(kinds) > 20 and set(kinds) <= set(KINDS)
 
 
-def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind():
+def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind_and_commit():
     (shown,) = tables(text_of("README.md"))
-    kinds, rows = shown[0][1:], shown[1:]
-    assert set(kinds) <= set(KINDS) and len(rows) == 20
-    figures = {kind: set() for kind in KINDS}
-    for table in tables(text_of("docs/measured.md")):
-        cells = [cell for row in table[1:] for cell in row[1:]]
-        figures[kind_of(table)].update(cells, [cell.partition(" (")[0] for cell in cells])
-    given = [(kind, cell) for row in rows for kind, cell in zip(kinds, row[1:], strict=True) if cell]
-    assert given and [(kind, cell) for kind, cell in given if cell not in figures[kind]] == []
+    kinds, rows = shown[0][1:-1], shown[1:]
+    assert set(kinds) <= set(KINDS) and shown[0][-1] == "commit" and len(rows) == 20
+    figures = {(kind, commit_of(file)): set() for kind in KINDS for file in SECTIONS}
+    for file, section in SECTIONS.items():
+        for table in tables(section):
+            cells = [cell for row in table[1:] for cell in row[1:]]
+            figures[kind_of(table), commit_of(file)].update(cells, [cell.partition(" (")[0] for cell in cells])
+    given = [(kind, row[-1], cell) for row in rows for kind, cell in zip(kinds, row[1:-1], strict=True) if cell]
+    assert given and [one for one in given if one[2] not in figures.get(one[:2], ())] == []
+
+
+def commit_of(file):
+    return results_of(file)["environment"]["commit"][:7]
 
 
 def test_another_flag_and_a_flag_that_is_gone_are_noticed():

@@ -1,4 +1,6 @@
-"""Emulation of n trainers with m Hogwild workers each on one device, bitwise reproducible.
+"""Emulation of n trainers with m Hogwild workers each on one device, bitwise reproducible on one processor.
+
+On another one rows differ by up to 3e-4, as XLA sums in another order there.
 
 An event belongs to one worker: the worker applies its pending gradients to the current parameters of its trainer and to
 the current shared rows, reads both, and computes the gradients of its next batch from them. The staleness of a gradient
