@@ -5,7 +5,7 @@
 define FIND_PYTHON
 for version in 3.13 3.12 3.11; do \
   for candidate in "python$$version" python3 "$${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version".*/bin/python; do \
-    if "$$candidate" -c "import sys, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" 2>/dev/null; then \
+    if "$$candidate" -c "import sys, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$$version')" >/dev/null 2>&1; then \
       echo "$$candidate"; exit; \
     fi; \
   done; \

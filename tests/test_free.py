@@ -26,6 +26,7 @@ from world import batch_of, frames, interrupt_when, join_all, loss, no_threads_l
 from jaxrec import init_state, make_eval_step, make_mesh, make_train_step
 from jaxrec.checkpoint import Checkpointer, restore
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
+from jaxrec.prefetch import Stream
 from jaxrec.shadowsync import (
     AllToAll,
     Centre,
@@ -40,6 +41,7 @@ from jaxrec.shadowsync import (
     train_freely,
     train_stretch,
 )
+from jaxrec.shadowsync.free import StreamSplitter
 from jaxrec.shadowsync.workers import Trainer
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
@@ -481,6 +483,27 @@ def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(finish, range(2)))
     np.testing.assert_array_equal(found, np.stack([done[0], done[1]]))
+
+
+def test_a_batch_that_arrives_after_the_end_of_a_stretch_is_the_first_of_the_next():
+    asked, go = threading.Event(), threading.Event()
+
+    def late():
+        asked.set()
+        assert go.wait(60)
+        yield from stream(0, 3)
+
+    batches = Stream(late())
+    splitter = StreamSplitter(batches, 10)
+    taker = threading.Thread(target=lambda: list(splitter.batches()))
+    taker.start()
+    assert asked.wait(60)
+    splitter.close()
+    go.set()
+    join_all([taker])
+    found = [batch.label for batch in StreamSplitter(batches, 10).batches()]
+    assert splitter.taken == 0
+    jax.tree.map(np.testing.assert_array_equal, found, [batch.label for batch in stream(0, 3)])
 
 
 def test_programs_are_compiled_once_for_all_stretches_and_engines():

@@ -5,9 +5,11 @@ The third script, a ShadowSync group around a Flax NNX classifier, is in test_gr
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parent.parent
 THE_WORK = """
 import jax.numpy as jnp, numpy as np, optax, jaxrec
 from jaxrec.embedding import rowwise_adagrad
@@ -89,3 +91,27 @@ def test_the_same_with_cpr_around_it_survives_a_failure_of_two_shards(tmp_path):
     losses, (failed, pls, saves) = run(tmp_path, THE_WORK + WITH_CPR)
     assert max(losses) < 0.3 and failed == 2 and 0 < pls < 0.2 and saves >= 4
     assert sorted(path.name[:5] for path in (tmp_path / "run").iterdir() if path.is_dir())[0] == "delta"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("there", "given", "wanted"),
+    [
+        (["3.13", "3.12", "3.11"], {}, "3.13"),
+        (["3.12", "3.11"], {}, "3.12"),  # python3.13 is a shim of pyenv that runs nothing
+        (["3.13", "3.11"], {"PYTHON": "python3.11"}, "3.11"),
+        ([], {}, ""),
+    ],
+)
+def test_make_takes_the_newest_python_that_runs_and_names_it_in_its_first_line(tmp_path, there, given, wanted):
+    for version in ("3.13", "3.12", "3.11"):
+        # As Python answers `-c` with a program that exits by whether this is the version, or prints it.
+        says = f"case $2 in *exit*) echo $2 | grep -q {version};; *) echo {version};; esac"
+        shim = tmp_path / f"python{version}"
+        shim.write_text(f"#!/bin/sh\n{says if version in there else 'exit 127'}\n")
+        shim.chmod(0o755)
+    (tmp_path / "python3").symlink_to("python3.11")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path), "HOME": str(tmp_path)} | given
+    done = subprocess.run(["make", "-n", "setup"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    first = done.stdout.splitlines()[0]
+    assert first == (f"Python: python{wanted} {wanted}" if wanted else "Python: none that runs as ''")
