@@ -210,7 +210,7 @@ def main(config: Config) -> dict:
 
 def one(config: Config, asked: Asked) -> dict:
     """Run one training job."""
-    with Run("train", config, config.workdir, config.resume) as run:
+    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
         results = run.read_json("results.json")
         check_seeds(run, 1)
         if not results.get("last_state_saved"):
@@ -234,7 +234,7 @@ def in_processes(config: Config, run: Run, asked: Asked) -> dict:
 
 def each_seed(config: Config, asked: Asked) -> dict:
     """Run one job per seed, each in its own subdirectory; return the means of their results."""
-    with Run("train", config, config.workdir, config.resume) as run:
+    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
         check_seeds(run, config.seeds)
         found = []
         for seed in range(config.seed, config.seed + config.seeds):
