@@ -154,7 +154,7 @@ class Run:
         content = path.read_bytes() if path.exists() else b""
         torn = content.rpartition(b"\n")[2]
         if torn:
-            say(f"{path}: a torn last line of {len(torn)} bytes is cut off")
+            warnings.warn(f"{path}: a torn last line of {len(torn)} bytes is cut off: {torn!r:.80}", stacklevel=4)
             os.truncate(path, len(content) - len(torn))
 
     def rewrite_metrics(self, rows: list[dict]) -> None:
