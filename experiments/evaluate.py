@@ -9,8 +9,8 @@
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
 Writes AUC, log loss, normalised entropy and calibration (overall and by tenths of the prediction) to results.json, and
-the predictions, in row order, to predictions.npz. Uses the newest whole image of the run, which may still be training.
-A hundred thousand rows take some seconds.
+the predictions, in row order, to predictions.npz. Uses the best state of a run that keeps one (--patience, --monitor),
+else the last, from the newest whole image; the run may still be training. A hundred thousand rows take some seconds.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ from main.signals import Asked, stop_on_signals
 from main.table_data import open_rows
 from main.table_summary import open_schema
 from main.trained import (
+    State,
     Trained,
     job_of,
     open_run,
@@ -37,6 +38,7 @@ from main.trained import (
     table_directory,
     table_of_run,
     tested_on,
+    words_of,
 )
 
 from jaxrec import metrics
@@ -72,6 +74,8 @@ class Config:
     """Part of a prepared directory; only tables with a schema have a validation set."""
     prepared: Path | None = None
     """Current location of the run's prepared directory, if it has moved."""
+    state: State | None = None
+    """The best or the last state of the run; by default the best one if the run keeps it."""
     replica: int | Literal["mean"] = "mean"
     """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
@@ -315,7 +319,7 @@ def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
 def main(config: Config) -> dict[str, Any]:
     """Evaluate a run; return the contents of results.json."""
     refuse(rules(config))
-    trained = open_run(config.run_directory)
+    trained = open_run(config.run_directory, config.state)
     refuse(rules_of_run(config, trained))
     with stop_on_signals() as asked:
         # Check everything before creating the directory of the evaluation.
@@ -331,7 +335,7 @@ def main(config: Config) -> dict[str, Any]:
         )
         state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
         with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
-            say(f"{image.path}, step {image.step}, on {examples.words}")
+            say(f"{words_of(image)}, on {examples.words}")
             return finish(config, run, predict(state, job, examples, asked, config.fields), image.step)
 
 

@@ -4,11 +4,12 @@
     python experiments/export.py --run runs/a --table C3 --to c3.npz                 a whole table
     python experiments/export.py --run runs/a --all --to model.npz                   all tables, all dense weights
     python experiments/export.py --run runs/a --all --optimizer --to state.npz       with the state of both optimizers
+    python experiments/export.py --run runs/a --all --state last --to last.npz       of the last state, not the best
     python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
 
 Ids are rows of the table, numbered by the run's vocabulary or hashing. --run takes a run directory, an image directory
-or one image. Memory: the largest table plus one shard. An image from a file written with --optimizer can be trained
-further; without it, it can only predict.
+or one image; of a run that keeps its best state (--patience, --monitor) that one is exported. Memory: the largest table
+plus one shard. An image from a file written with --optimizer can be trained further; without it, it can only predict.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ import numpy as np
 import tyro
 from main.cli import command_line, refuse, say
 from main.signals import stop_on_signals
-from main.trained import images_directory
+from main.trained import State, images_directory, words_of
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
 from jaxrec.checkpoint.format import is_intact, leaves_of, load_arrays
@@ -46,6 +47,8 @@ class Config:
 
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """The directory of a run, of images, or one image."""
+    state: State | None = None
+    """The best or the last state of the run; by default the best one if the run keeps it."""
     table: str | None = None
     """Name of a table, such as C3."""
     ids: tuple[int, ...] = ()
@@ -277,10 +280,10 @@ def main(config: Config) -> dict[str, Any]:
         assert config.run_directory is not None and config.to is not None
         to, write = local_path(config.to), export_all if config.all else export_table
         make_directory(to.parent)
-        images = images_directory(config.run_directory)
+        images = images_directory(config.run_directory, config.state)
+        written = lambda found: f"{write(config, found, to)}, of {words_of(found[-1])},"
         # Restarted if the active run removes an image while it is read.
-        what = with_chain(images, lambda found: write(config, found, to), dense=config.all)
-        say(f"wrote {what} to {to}")
+        say(f"wrote {with_chain(images, written, dense=config.all)} to {to}")
         return {"written": str(to)}
 
 
@@ -295,8 +298,11 @@ def rules(config: Config) -> dict[str, object]:
         ),
         "--back FILE needs --into DIR: where its image goes.": not out and config.into is None,
         "--into is for --back alone: an export goes --to a file.": out and config.into is not None,
-        "--run, --to, --optimizer and --ids are for exports: --back takes all from its file.": (
-            not out and (config.run_directory or config.to or config.optimizer or config.ids)
+        "--run, --to, --state, --optimizer and --ids are for exports: --back takes all from its file.": (
+            not out and (config.run_directory or config.to or config.state or config.optimizer or config.ids)
+        ),
+        f"--state {config.state} is of a run, and --run {config.run_directory} is no run's directory: leave it out.": (
+            config.state and config.run_directory and not (config.run_directory / "config.json").exists()
         ),
         "--ids are rows of one table: give --table NAME, or leave them out.": config.ids and config.table is None,
         f"--to {config.to} must end in .npz, as what it will be.": config.to and config.to.suffix != ".npz",

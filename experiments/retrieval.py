@@ -18,6 +18,8 @@ excluded. Recall and NDCG at 10 and 100 and MRR are means over seeds; each seed 
 shared by all ways. Differences are taken within seeds, with 95 % intervals.
 """
 
+from main.signals import Asked, Stopped, stop_on_signals  # isort: skip  first: the imports below take seconds
+
 import dataclasses
 import hashlib
 import itertools
@@ -31,7 +33,6 @@ import optax
 import scipy.stats
 from main.cli import Figure, Flags, Run, bars, command_line, grid, paired_interval, refuse, say
 from main.report import figures, said, scaled
-from main.signals import Asked, Stopped, stop_on_signals
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks

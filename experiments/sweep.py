@@ -1,12 +1,14 @@
 """Train every combination of some flags over seeds and compare them: one table of means and paired intervals.
 
     python experiments/sweep.py --vary model=dlrm,dcnv2 row-learning-rate=0.02,0.05 --seeds 3
-    python experiments/sweep.py --vary model=lr,fm,dnn --fixed data=criteo path=prepared --workdir DIR
+    python experiments/sweep.py --vary model=lr,fm --fixed data=criteo path=prepared validation-fraction=0.1
     python experiments/sweep.py ... --workdir DIR --resume           goes on; what is complete is not trained again
+    python experiments/sweep.py ... --workdir DIR --resume --metric validation_log_loss   by another figure
 
 Each run is train.py in its own process and directory. All arms of a seed see the same data, so differences are taken
-within seeds. The first arm is the baseline: put yours first. A run takes as long as train.py with its flags, a minute
-and a half by default.
+within seeds. The first arm is the baseline: put yours first. The arm with the best mean is chosen, by a figure of the
+validation set (of the best state with --fixed patience=2, say); the test set is for the chosen arm alone, once. A run
+takes as long as train.py with its flags, a minute and a half by default.
 """
 
 import dataclasses
@@ -17,11 +19,20 @@ from typing import Any
 
 import numpy as np
 from main.children import trained
-from main.cli import Flags, Run, command_line, grid, paired_interval, refuse
+from main.cli import Figure, Flags, Run, command_line, grid, paired_interval, refuse
+from main.report import QUALITY, said
 from main.signals import Asked, stop_on_signals
+
+from jaxrec.data.blocks import read_metadata
+from jaxrec.files import local_path
 
 OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # flags that the sweep sets for each run
 MINUS = "{}_minus_first"
+# Keys of results.json that can choose, and whether more (1) or less (-1) of one is better.
+METRICS = {f"{of}_{name}": sign for of in ("validation", "test") for name, sign in QUALITY.items()} | {
+    "examples_per_s": 1, "train_seconds": -1, "checkpoint_percent": -1, "checkpoint_stall_s": -1, "stale_share": -1,
+    "sync_gap_steps": -1, "replica_spread": -1, "pls": -1, "lost_steps": -1,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +44,10 @@ class Config(Flags):
     fixed: tuple[str, ...] = ()
     """flag=value shared by all runs; several values in quotes: "fail=300:3 700:1"."""
     seeds: int = 3
-    metric: str = "test_auc"
-    """Key of results.json to compare."""
+    metric: str = "validation_auc"
+    """Key of results.json by which arms are compared and one is chosen."""
     resume: bool = False
-    """Resume the sweep in --workdir."""
+    """Resume the sweep in --workdir, also with more values of --vary, more --seeds or another --metric."""
 
 
 def arms_of(vary: Sequence[str]) -> dict[str, list[str]]:
@@ -112,9 +123,71 @@ def trained_arms(
 def figure_of(results: Mapping[str, Any], metric: str) -> float:
     """Return a number of results.json."""
     if not isinstance(results.get(metric), int | float):
-        numbers = ", ".join(key for key, value in results.items() if isinstance(value, int | float))
-        raise ValueError(f"--metric {metric} is no number of results.json: give one of {numbers}.")
+        known = ", ".join(key for key in METRICS if isinstance(results.get(key), int | float))
+        raise ValueError(f"--metric {metric} is no number of results.json: give one of {known}, with --resume.")
     return results[metric]
+
+
+def check_metric(metric: str, arms: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a metric whose better direction is unknown, or that arms {name: flags of train.py} will not have."""
+    refuse({f"--metric {metric} is unknown: give one of {', '.join(METRICS)}.": metric not in METRICS})
+    for arm, words in arms.items():
+        refuse(
+            {
+                f"--metric {metric} wants a validation set, and {arm} has none: hold rows out with --fixed "
+                "validation-fraction=0.1, say, or give --metric test_auc, which chooses on the test set.": (
+                    metric.startswith("validation_") and not has_validation(words)
+                ),
+                f"--metric {metric} is the mean AUC within groups: give --fixed group=FIELD, such as the user.": (
+                    metric.endswith("_gauc") and "--group" not in words
+                ),
+            }
+        )
+
+
+def has_validation(words: Sequence[str]) -> bool:
+    """Whether train.py has a validation set with these flags.
+
+    >>> has_validation([]), has_validation(["--data", "criteo", "--path", "train.txt"])
+    (True, False)
+    """
+    given = dict(itertools.pairwise(words))
+    if given.get("--data", "synthetic") == "synthetic" or "--validation-fraction" in given:
+        return True
+    return given["--data"] == "tabular" and "validation" in read_metadata(local_path(given.get("--path", "")))["rows"]
+
+
+def chosen(found: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> dict[str, Any]:
+    """Return the arm with the best mean, the first of equals, and its test figure if the validation has chosen it.
+
+    >>> runs = {"a": [{"validation_auc": 0.6, "test_auc": 0.7}], "b": [{"validation_auc": 0.7, "test_auc": 0.5}]}
+    >>> chosen(runs, "validation_auc"), chosen(runs, "test_auc")
+    ({'chosen': 'b', 'chosen_test_auc': 0.5, 'chosen_test_auc_half_width': None}, {'chosen': 'a'})
+    """
+    worth = {
+        arm: METRICS[metric] * np.mean([figure_of(one, metric) for one in of_arm]) for arm, of_arm in found.items()
+    }
+    arm = max(worth, key=lambda name: worth[name])
+    results: dict[str, Any] = {"chosen": arm}
+    if metric.startswith("validation_"):
+        test = metric.replace("validation", "test")
+        results[f"chosen_{test}"], results[f"chosen_{test}_half_width"] = paired_interval(
+            [figure_of(one, test) for one in found[arm]]
+        )
+    return results
+
+
+def said_of(results: Mapping[str, Any]) -> str:
+    """Say which arm is chosen, and how it tests."""
+    key = next((key for key in results if key.startswith("chosen_test_")), None)
+    if key is None:
+        by_test = results["metric"].startswith("test_")
+        return f"chosen: {results['chosen']}" + (
+            ", by the test set, whose figure therefore flatters it" if by_test else ""
+        )
+    mean, half = results[key], results[f"{key}_half_width"]
+    figure = Figure(mean) if half is None else Figure(mean, mean - half, mean + half)
+    return f"chosen: {results['chosen']}, whose {key.removeprefix('chosen_')} is {said(figure)}"
 
 
 def summary(found: dict[str, list[float]], seeds: Sequence[int] = (), test_sets: int = 1) -> dict[str, Any]:
@@ -144,14 +217,18 @@ def main(config: Config) -> dict:
     refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
     arms = {arm: [*fixed, *flags] for arm, flags in arms.items()}
+    check_metric(config.metric, arms)
     with (
         Run("sweep", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
         found = trained_arms(run, arms, config.preset, range(config.seed, config.seed + config.seeds), asked)
         results = summary({arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()})
+        results |= {"metric": config.metric} | chosen(found, config.metric)
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
-        run.close(results, f"{config.metric} over {config.seeds} seeds\n{grid(results, 'arm', list(arms), columns)}")
+        better = "more" if METRICS[config.metric] > 0 else "less"
+        head = f"{config.metric} ({better} is better) over {config.seeds} seeds"
+        run.close(results, "\n".join([head, grid(results, "arm", list(arms), columns), said_of(results)]))
         return results
 
 

@@ -8,6 +8,7 @@
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
     python experiments/train.py --shadowsync easgd --trainers 4 --tables remote   trainers in processes of their own
     python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
+    python experiments/train.py --patience 2 --monitor log_loss   stops early, keeps and tests the best state
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
     python experiments/train.py --workdir DIR --resume --requeue  in batch jobs: begins or goes on; 75 = not done
 
@@ -21,16 +22,18 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Literal
 
-from main.cli import Run, command_line, listing, paired_interval, refuse, say, unread
+from main.cli import Run, command_line, paired_interval, refuse, say, unread
 from main.click_data import ClickJob, click_job, make_model
 from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of
-from main.plots import TABLE, draw
+from main.plots import draw, table
 from main.pools import train_pool
 from main.recorder import Past, Recorder, check_seeds, resumed
 from main.run_dir import go_on_with
 from main.saving import Best, PeriodicSaves, RecoverySaves
 from main.signals import Asked, Stopped, stop_on_signals
+from main.subsets import refusals
 from main.table_data import table_job
 from main.techniques import (
     Home,
@@ -58,7 +61,12 @@ class Config(TechniqueFlags, LearningFlags, DataFlags):
     evaluations: int = 8
     """Number of evaluations of the validation set (without one, of the test set), evenly over the run."""
     patience: int | None = None
-    """Stop after this many evaluations without a better validation AUC, and test the best state."""
+    """Stop after this many evaluations without a better one (by --monitor, the AUC unless it is given), and keep and
+    test the best state."""
+    monitor: Literal["auc", "log_loss", "gauc"] | None = None
+    """Keep and test the state that is the best by this figure of the validation, also without --patience."""
+    group: str | None = None
+    """A categorical field, such as the user: evaluations also give the mean AUC within its categories (GAUC)."""
     seeds: int = 1
     """Train this many times, each with its own seed, and report the mean with its interval."""
     save_every_steps: int | None = None
@@ -69,6 +77,11 @@ class Config(TechniqueFlags, LearningFlags, DataFlags):
     requeue: bool = False
     """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
     or scontrol requeue)."""
+
+    @property
+    def monitored(self) -> str | None:
+        """Figure of the validation by which the best state is kept; None to keep none."""
+        return self.monitor or (None if self.patience is None else "auc")
 
 
 class Over(Exception):
@@ -92,12 +105,15 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     say(f"test AUC to expect: {data.expectation}")
     mesh = mesh_of(config)
     job = make_job(config, data)
+    refuse(refusals(job.spec, config.group, ()))
     initial = job.state(home.tables(job, mesh), config.seed, mesh)
     state, image, past = resumed(run, as_saved(config, job, initial, mesh), data.vocabulary_digest)
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
         techniques = Techniques(config, engine)
-        recorder = Recorder(run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations)
+        recorder = Recorder(
+            run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations, config.group
+        )
         lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
         home.watch(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": techniques.extra()}
@@ -106,7 +122,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
         if lost_before:
             saves.count_failed(lost_before)
         recorder.figures = lambda state, step_metrics: techniques.figures(state, step_metrics) | saves.figures()
-        best = engine.enter(Best(run, engine.step)) if config.patience is not None else None
+        best = Best(run, f"{recorder.watched}_{config.monitored}", extra) if config.monitored else None
         evaluate_hook, stop_hook = hooks_of(config, engine, recorder, saves, best, asked)
         while True:
             try:
@@ -126,7 +142,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
         recorder.bar.close()
         if asked:
             raise stopped(asked, engine.step, unsaved, run)
-    return finish(run, recorder, saves, unsaved, tested)
+    return finish(run, recorder, saves, best, unsaved, tested)
 
 
 def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
@@ -158,7 +174,7 @@ def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image,
     return RecoverySaves(recovery)
 
 
-def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Asked):
+def hooks_of(config: Config, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
     """Return the last two hooks: one evaluates the state at rest, the other ends training between two steps."""
 
     def look(state, step, plans, step_metrics):
@@ -173,20 +189,21 @@ def hooks_of(config: Config, engine, recorder: Recorder, saves, best, asked: Ask
         return state
 
     def stop(state, step, plans, step_metrics):
-        if asked or recorder.has_no_patience(config.patience):
+        patience = config.patience
+        if asked or (best is not None and patience and best.evaluations_since(recorder.history) >= patience):
             raise Over
         return state
 
     return look, stop
 
 
-def finish(run: Run, recorder: Recorder, saves, unsaved: str | None, tested: dict) -> dict:
+def finish(run: Run, recorder: Recorder, saves, best: Best | None, unsaved: str | None, tested: dict) -> dict:
     """Write and show the results, then fail if the last state is not saved."""
-    results = recorder.results() | tested | saves.results() | {"last_state_saved": unsaved is None}
+    results = recorder.results(best) | tested | saves.results() | {"last_state_saved": unsaved is None}
     draw(run.directory / "curves.png", recorder.history, results, recorder.watched, recorder.failures)
     if results["saves_failed"]:
         say(f"{results['saves_failed']} saves failed; the last state is {'NOT ' if unsaved else ''}saved", sys.stderr)
-    run.close(results, listing(results, TABLE))
+    run.close(results, table(results))
     if unsaved:
         raise OSError(f"the last state could not be saved: {unsaved}")
     return results
@@ -210,7 +227,7 @@ def main(config: Config) -> dict:
 
 def one(config: Config, asked: Asked) -> dict:
     """Run one training job."""
-    with Run("train", config, config.workdir, config.resume) as run:
+    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
         results = run.read_json("results.json")
         check_seeds(run, 1)
         if not results.get("last_state_saved"):
@@ -219,7 +236,7 @@ def one(config: Config, asked: Asked) -> dict:
             with own(config.table_directory, run.id), home_of(config, run) as home:
                 return train_to_the_end(config, run, asked, home)
         say(f"{run.directory} is complete, nothing is left to do:")
-        say(listing(results, TABLE))
+        say(table(results))
         return results
 
 
@@ -228,13 +245,13 @@ def in_processes(config: Config, run: Run, asked: Asked) -> dict:
     data = data_of(config)
     say(f"test AUC to expect: {data.expectation}")
     results = train_pool(config, run, data, make_job(config, data), asked)
-    run.close(results, listing(results, TABLE))
+    run.close(results, table(results))
     return results
 
 
 def each_seed(config: Config, asked: Asked) -> dict:
     """Run one job per seed, each in its own subdirectory; return the means of their results."""
-    with Run("train", config, config.workdir, config.resume) as run:
+    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
         check_seeds(run, config.seeds)
         found = []
         for seed in range(config.seed, config.seed + config.seeds):
@@ -244,7 +261,8 @@ def each_seed(config: Config, asked: Asked) -> dict:
             except Stopped as its:
                 raise Stopped(its.signal, f"stopped in seed {seed}; {go_on_with(run)}") from its
         results: dict = {"seeds": config.seeds}
-        for name in ("test_auc", "test_log_loss", "test_normalized_entropy", "examples_per_s"):
+        names = ["test_auc", *(["test_gauc"] if config.group else []), "test_log_loss", "test_normalized_entropy"]
+        for name in (*names, "examples_per_s"):
             results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
         run.close(results)
         return results
@@ -258,17 +276,20 @@ def rules(config: Config) -> dict[str, object]:
             config.workdir is not None and config.resume,
             ("requeue",),
         ),
-        "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience",)),
+        "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience", "monitor")),
         "--cpr without --save-every-steps": (config.save_every_steps is None, ("recovery_costs",)),
         "trainers in one process, as with --tables host or a --pipeline (others are tested at the end alone)": (
             not config.in_processes,
-            ("evaluations", "patience", "validation_fraction", "save_every_steps"),
+            ("evaluations", "patience", "monitor", "group", "validation_fraction", "save_every_steps"),
         ),
         "a single seed": (config.seeds == 1, ("table_directory",)),
     }
     of_this_job = {
         "--model din weighs a history by a candidate: give --data tabular, with a Sequence, or another model.": (
             config.model == "din" and config.data != "tabular"
+        ),
+        "--monitor gauc is the mean AUC within groups: give --group FIELD too, such as the user.": (
+            config.monitor == "gauc" and config.group is None
         ),
         f"--patience {config.patience} never ends {config.evaluations} evaluations early: give more --evaluations.": (
             config.patience is not None and config.patience >= config.evaluations

@@ -436,6 +436,8 @@ def test_flags_that_do_not_fit_a_table_are_refused(prepared, tmp_path):
     prepare_table([prepared / "a.csv"], tmp_path / "out", schema)
     with pytest.raises(ValueError, match="--patience 2 wants a validation"):
         table_data.tabular_data(flags(tmp_path / "out", patience=2))
+    with pytest.raises(ValueError, match="--monitor gauc wants a validation"):
+        table_data.tabular_data(flags(tmp_path / "out", monitor="gauc"))
     assert table_data.tabular_data(flags(tmp_path / "out", patience=2, validation_fraction=0.1)).validation
     with pytest.raises(ValueError, match="is no complete dataset"):
         table_data.tabular_data(flags(tmp_path / "nothing"))

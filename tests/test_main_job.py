@@ -9,6 +9,7 @@ import signal
 import types
 from pathlib import Path
 
+import evaluate
 import numpy as np
 import pytest
 import train
@@ -50,7 +51,7 @@ EXACT = {
     "scar and oac": OAC | MFU | {"cpr": "scar"},
     "full, easgd and oac": OAC | MFU | {"cpr": "full", "shadowsync": "easgd", "sync_every_steps": 5},
     "mfu and bmuf": HOST | MFU | {"shadowsync": "bmuf", "sync_every_steps": 5},
-    "all three": OAC | MFU | {"shadowsync": "easgd", "sync_every_steps": 5},
+    "all three": OAC | MFU | {"shadowsync": "easgd", "sync_every_steps": 5, "monitor": "log_loss", "group": "C1"},
     "epochs, shuffled, at a schedule": OAC
     | {"steps": 8, "epochs": 3, "shuffle": True, "schedule": "cosine", "warmup_steps": 3},
 }
@@ -62,7 +63,7 @@ INEXACT = {
     "all three in the background": OAC | SHADOW | MFU,
     "free bmuf": HOST | {"shadowsync": "bmuf"},
     "free, with workers, in the foreground": HOST | SHADOW | {"workers": 2, "sync_every_steps": 3},
-    "free, with a pace": HOST | SHADOW | {"sync_pace_seconds": 0.001},
+    "free, with a pace": HOST | SHADOW | {"sync_pace_seconds": 0.001, "monitor": "log_loss", "group": "C1"},
 }
 IN_ALL = ("all three",)  # in the gate
 
@@ -118,8 +119,8 @@ def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
     return step, results
 
 
-def image_of(directory):
-    return read_manifest(max(images(directory / "checkpoints"), key=lambda path: read_manifest(path).step))
+def image_of(directory, of="checkpoints"):
+    return read_manifest(max(images(directory / of), key=lambda path: read_manifest(path).step))
 
 
 def rows_of(directory, but=OF_THE_WORK):
@@ -127,16 +128,18 @@ def rows_of(directory, but=OF_THE_WORK):
     return [{key: value for key, value in json.loads(line).items() if key not in but} for line in lines]
 
 
-def arrays_of(directory):
-    image = image_of(directory)
+def arrays_of(directory, of="checkpoints"):
+    image = image_of(directory, of)
     return image.step, load_arrays(image, leaves_of(image))
 
 
 def differences(a, b):
-    """Names of the arrays that differ in two runs' last images, and "metrics" if their metrics differ."""
-    (step, one), (other_step, other) = arrays_of(a), arrays_of(b)
-    assert one.keys() == other.keys() and step == other_step
-    found = [name for name, array in one.items() if not np.array_equal(array, other[name])]
+    """Names of the arrays that differ in two runs' last or best images, and "metrics" if their metrics differ."""
+    found = []
+    for of in ("checkpoints", "best") if (a / "best").exists() else ("checkpoints",):
+        (step, one), (other_step, other) = arrays_of(a, of), arrays_of(b, of)
+        assert one.keys() == other.keys() and step == other_step
+        found += [name for name, array in one.items() if not np.array_equal(array, other[name])]
     return found + ([] if rows_of(a) == rows_of(b) else ["metrics"])
 
 
@@ -151,6 +154,13 @@ def check_learned(directory, results, flags):
         | ({"pls", "rows_saved", "shards_failed", "lost_steps"} if "cpr" in flags else set())
     )
     assert all(np.isfinite(results[name]) for name in wanted)
+    if "monitor" in flags:
+        key = f"validation_{flags['monitor']}"
+        best = min(rows_of(directory), key=lambda row: row[key])
+        assert results["best_step"] == best["step"] == image_of(directory, "best").step and not results["stopped_early"]
+        assert results[key] == best[key] and {"validation_gauc", "test_gauc"} < results.keys()
+    else:
+        assert not {"best_step", "stopped_early"} & results.keys() and not (directory / "best").exists()
     if "cpr" in flags:
         assert results["shards_failed"] == 1 and (results["pls"] > 0) == (flags["cpr"] != "full")
         assert (results["lost_steps"] > 0) == (flags["cpr"] == "full")
@@ -270,22 +280,41 @@ def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch):
-    flags = OAC | {"patience": 2, "evaluations": 12}
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (OAC, "auc"),
+        (DEVICE | {"monitor": "log_loss"}, "log_loss"),
+        (HOST | {"monitor": "gauc", "group": "C1", "table_directory": Path("tables")}, "gauc"),
+        (EXACT["mfu on the device"], "auc"),
+    ],
+)
+def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch, flags, key):
+    monkeypatch.chdir(tmp_path)
+    own = lambda flags, name: (
+        flags | ({"table_directory": Path(f"{name}.tables")} if "table_directory" in flags else {})
+    )
+    stopping = flags | {"patience": 2, "evaluations": 12}
     turned = lambda batches, first: (
         batch._replace(label=1 - batch.label if index >= 8 else batch.label)
         for index, batch in enumerate(batches, first)
     )  # labels are flipped from batch 8 on
     change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
-    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
-    aucs = [row["validation_auc"] for row in rows_of(tmp_path / "whole")]
-    best = int(np.argmax(aucs))
-    assert len(aucs) == best + 3 < 12 and whole["steps"] == 2 * len(aucs)
-    shorter = flags | {"patience": None, "evaluations": best + 1, "steps": 2 * (best + 1)}
-    assert train.main(dataclasses.replace(TINY, **shorter, workdir=tmp_path / "best"))["test_auc"] == whole["test_auc"]
-    _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=2 * best + 4)
-    assert results["test_auc"] == whole["test_auc"]
+    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **own(stopping, "whole")))
+    values = [row[f"validation_{key}"] for row in rows_of(tmp_path / "whole")]
+    best = int(np.argmin(values) if key == "log_loss" else np.argmax(values))
+    assert len(values) == best + 3 < 12 and whole["steps"] == 2 * len(values) and whole["stopped_early"]
+    assert whole["best_step"] == 2 * (best + 1) and whole[f"validation_{key}"] == values[best]
+    shorter = flags | {"monitor": None, "evaluations": best + 1, "steps": 2 * (best + 1)}
+    alone = train.main(dataclasses.replace(TINY, workdir=tmp_path / "best", **own(shorter, "best")))
+    assert alone["test_auc"] == whole["test_auc"]
+    _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, own(stopping, "cut"), at=2 * best + 4)
+    assert {name: results[name] for name in results if name.startswith(("test", "best", "stop"))} == {
+        name: whole[name] for name in whole if name.startswith(("test", "best", "stop"))
+    }
     assert differences(tmp_path / "whole", tmp_path / "cut") == []
+    found = evaluate.main(evaluate.Config(run_directory=tmp_path / "cut", workdir=tmp_path / "evaluation"))
+    assert found["step"] == whole["best_step"]
 
 
 @pytest.mark.slow
@@ -305,12 +334,12 @@ def test_a_run_that_ends_in_saving_its_best_state_evaluates_it_again(tmp_path, m
     flags = HOST | {"patience": 2}
     whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
 
-    def full(saver, state, *args):
+    def full(best, state, row):
         raise OSError("no space left")
 
     config = dataclasses.replace(TINY, workdir=tmp_path / "cut", **flags)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(train.Best, "save", full)
+        patch.setattr(train.Best, "offer", full)
         train.main(config)
     assert not (tmp_path / "cut" / "metrics.jsonl").exists() or not rows_of(tmp_path / "cut")
     assert train.main(dataclasses.replace(config, resume=True))["test_auc"] == whole["test_auc"]

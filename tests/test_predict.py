@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import evaluate
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from main import subsets
-from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
+from main import saving, subsets
+from main.recorder import Recorder
+from main.signals import Asked
+from trained_run import STEPS, criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
@@ -329,6 +332,32 @@ def test_an_evaluation_looks_within_groups_and_at_segments(tmp_path, capsys):
     sizes = [value for key, value in results.items() if re.fullmatch("segment_C2_.*_examples", key)]
     assert sum(sizes) == 4096 and len(sizes) == min(21, len(set(ids[:, 1])))
     assert "C26" in capsys.readouterr().out
+
+
+def test_the_best_state_of_a_run_is_evaluated_and_exported_unless_the_last_is_asked_for(tmp_path, capsys):
+    run, job, last, data = synthetic_run(tmp_path)
+    best = job.state(HostTables.create(job.spec, job.row_optimizer), seed=1)
+    with pytest.raises(ValueError, match="has kept no best state: .*--patience or --monitor.* Leave out --state"):
+        evaluated(run, tmp_path / "none", state="best")
+    saver = saving.Best(types.SimpleNamespace(directory=run, id="a" * 16), "validation_auc", lambda step: {})
+    saver.offer(best._replace(dense=best.dense._replace(step=jnp.asarray(1))), {"step": 1, "validation_auc": 0.5})
+    for flags, state, words in (({}, best, "the best state, "), ({"state": "last"}, last, "")):
+        image = "best/step_00000001, step 1" if words else f"checkpoints/step_0000000{STEPS}, step {STEPS}"
+        results, _ = evaluated(run, tmp_path / f"e{image[0]}", **flags)
+        assert_as_trained(results, quality(state, job, data.test()))
+        assert f"{words}{run}/{image}, on its own" in capsys.readouterr().out
+        found = exported(tmp_path / f"{image[0]}.npz", run, table="C3", **flags)
+        equal(found["value"], embedding_matrix(state.tables, "C3"))
+        assert f", of {words}{run}/{image}, to " in capsys.readouterr().out
+    equal(exported(tmp_path / "i.npz", run / "best", table="C3")["value"], embedding_matrix(best.tables, "C3"))
+
+
+def test_auc_within_groups_is_in_training_what_it_is_afterwards(tmp_path):
+    run, job, state, data = synthetic_run(tmp_path)
+    recorder = types.SimpleNamespace(data=data, spec=job.spec, asked=Asked(), eval_step=job.eval_step(), group="C1")
+    results, _ = evaluated(run, tmp_path / "e", group="C1")
+    wanted = quality(state, job, data.test()) | {"gauc": results["gauc"]}
+    assert Recorder.evaluated(recorder, state, "test") == {f"test_{key}": value for key, value in wanted.items()}
 
 
 @pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])

@@ -493,6 +493,8 @@ def test_a_plan_without_some_rows_reads_all_others():
         ({"whole": ["huge"]}, "unknown tables"),
         ({"whole": ["small"], "scheme": scar()}, "scheme='scar' compares all rows"),
         ({"failures": {3: [4]}}, r"shards=\[4\] must be distinct"),
+        ({"failures": {0: [1]}}, "a step of failures=0 must be a whole number from 1 to 40, the steps that this run"),
+        ({"failures": {9: [1], 41: [3]}}, "a step of failures=41 must .* from 1 to 40, .* Give one of these, or more"),
         ({"pick_ahead_steps": 2.5}, "pick_ahead_steps=2.5"),
     ],
 )
@@ -500,6 +502,17 @@ def test_bad_input_is_refused(tmp_path, changed, message):
     engine = Serial(fresh("host"), STEP)
     with pytest.raises(ValueError, match=message):
         Recovery(engine, tmp_path, **({"save_every_steps": 8, "total_steps": 40} | changed))
+
+
+def test_a_failure_before_the_first_step_has_happened_only_if_there_is_an_image(tmp_path):
+    with Serial(fresh("host"), STEP) as engine:
+        recovery = engine.enter(make(engine, tmp_path, failures={5: [1]}))
+        run(engine, 0, 6, [recovery.hook])
+        recovery.save_whole()
+        with pytest.raises(ValueError, match="a step of failures=5 must be a whole number from 7 to 40"):
+            make(engine, tmp_path / "other", failures={5: [1]})
+        state, image = restore(tmp_path, fresh("host"))
+        make(Serial(state, STEP), tmp_path, failures={5: [1]}, image=image)
 
 
 def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """A run owns its directory, stops on signals, reports, and keeps the cost of saves within its bound."""
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -91,13 +92,14 @@ def path_of_python():
     return os.pathsep.join([str(ROOT), str(ROOT / "experiments")])
 
 
-def test_a_torn_last_row_is_cut_and_said(tmp_path, capsys):
+def test_a_torn_last_row_is_cut_with_a_warning(tmp_path):
     with Run("a", Small(), tmp_path) as run:
         run.log({"step": 1})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 2, "au')
-    with Run("a", Small(), tmp_path, resume=True) as run:
-        assert "torn last line of 15 bytes" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="torn last line of 15 bytes"):
+        resumed = Run("a", Small(), tmp_path, resume=True)
+    with resumed as run:
         run.log({"step": 2})
         assert run.metrics() == [{"step": 1}, {"step": 2}]
 
@@ -198,16 +200,63 @@ def test_a_lost_exception_is_raised_again_before_training():
             pytest.fail("training began")
 
 
-@pytest.mark.process
+class Dropped:
+    """What its destructor raises is dropped by Python, as is what some callbacks raise."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_whose_exception_was_dropped_is_not_the_last_one(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)  # pytest's keeps the exception
+    for _ in range(2):
+        with pytest.raises(Stopped, match="SIGTERM"), stop_on_signals() as asked:
+            Dropped()
+            assert asked.signal == signal.SIGINT
+            signal.raise_signal(signal.SIGTERM)
+            pytest.fail("went on")
+
+
+def enter_held(asked):
+    with asked.held():
+        pytest.fail("training began")
+
+
 @pytest.mark.parametrize(
-    ("signals", "requeue", "code"),
+    ("stop", "dropped"),
     [
-        (("SIGTERM",), False, 143),
-        (("SIGTERM",), True, 75),
-        (("SIGINT", "SIGTERM", "SIGINT", "SIGINT"), False, 130),
+        (lambda asked: signal.raise_signal(signal.SIGINT), False),
+        (lambda asked: signal.raise_signal(signal.SIGINT), True),
+        (lambda asked: asked.check(), True),
+        (lambda asked: list(asked.each([1])), True),
+        (enter_held, True),
     ],
 )
-def test_a_process_ends_with_the_code_of_its_signal(signals, requeue, code):
+def test_a_further_signal_does_not_disturb_the_way_out(monkeypatch, stop, dropped):
+    monkeypatch.setattr(sys, "unraisablehook", lambda dropped: None)
+    left = []
+    with pytest.raises(Stopped, match="SIGINT"), stop_on_signals() as asked:
+        if dropped:
+            Dropped()
+        try:
+            stop(asked)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            left.append(True)
+    assert left
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("signals", "flags", "code"),
+    [
+        (("SIGTERM",), [], 143),
+        (("SIGTERM",), ["--requeue"], 75),
+        (("SIGINT", "SIGTERM", "SIGINT", "SIGINT"), [], 130),
+    ],
+)
+def test_a_process_ends_with_the_code_of_its_signal(signals, flags, code):
     program = f"""
 import os, signal
 from main.signals import Stopped, leave, stop_on_signals
@@ -217,11 +266,26 @@ try:
             os.kill(os.getpid(), signal.Signals[name])
         raise Stopped(asked.signal, "stopped and saved")
 except Stopped as stopped:
-    leave(stopped, requeue={requeue})
+    leave(stopped)
 """
     environment = os.environ | {"PYTHONPATH": path_of_python()}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, env=environment)
     assert done.returncode == code and "Traceback" not in done.stderr and "stopped and saved" in done.stderr
+
+
+HANDLE_SIGNALS = [path for path in (ROOT / "experiments").glob("*.py") if "stop_on_signals" in path.read_text()]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("script", HANDLE_SIGNALS, ids=lambda path: path.stem)
+def test_a_signal_while_an_experiment_is_imported_ends_it_in_one_line(tmp_path, script):
+    """JAX, the first import that takes seconds, is replaced by a module that sends a signal."""
+    name, flags, code = ("SIGTERM", ["--requeue"], 75) if script.stem == "train" else ("SIGINT", [], 130)
+    (tmp_path / "jax.py").write_text(f"import signal\nsignal.raise_signal(signal.{name})\nraise SystemExit('went on')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, env=environment)
+    said = f"{name}: stopped before there was anything new to save\n"
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
 
 
 @pytest.mark.process
@@ -408,6 +472,8 @@ def disturbed(whole, config, where, at):
         return data._replace(train=lambda start: signalled(data.train(start), at, signal.SIGTERM))
     if where == "test":
         return data._replace(test=lambda: signalled(data.test(), at, signal.SIGTERM))
+    if where == "results":
+        return data
 
     def validation():
         due = next(looks) == {"validation": 1, "last validation": 3}[where]
@@ -427,6 +493,7 @@ def disturbed(whole, config, where, at):
             ("train", 0),
             ("validation", 0),
             ("last validation", 1),
+            ("results", 0),
         ]
     ],
 )
@@ -434,17 +501,36 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
     whole = train.data_of
     monkeypatch.setattr(train, "data_of", lambda config: disturbed(whole, config, where, at))
     config = dataclasses.replace(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
-    with pytest.raises(Stopped, match="SIGTERM") as stopped:
+    if where == "results":
+        monkeypatch.setattr(train, "draw", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match=f"SIGTERM: stopped.*; go on with .*--workdir {tmp_path} --resume") as stopped:
         train.main(config)
-    if where != "data":
+    if where not in ("data", "results"):
         step = int(str(stopped.value).split("saved at step ")[1].split(";")[0])
         assert step == read_manifest(images(tmp_path / "checkpoints")[0]).step and 0 < step <= 12
         logged = [row["step"] for row in rows_of(tmp_path)]
         assert max(logged, default=0) <= step
         assert where in ("train", "test") or step not in logged  # stopped half way
-    monkeypatch.setattr(train, "data_of", whole)
+    monkeypatch.undo()
     results = train.main(dataclasses.replace(config, resume=True))
     assert differences(undisturbed, tmp_path) == []
     assert results["saves_failed"] == 0 and results["last_state_saved"]
     said = capsys.readouterr().out
     assert ("begins at step 0" if where == "data" else "going on from") in said
+
+
+@pytest.mark.parametrize(
+    ("function", "seeds", "words"),
+    [
+        ("train_to_the_end", 1, "stopped; go on with the same flags and --workdir {} --resume"),
+        ("train_to_the_end", 2, "stopped in seed 0; go on with the same flags and --workdir {} --resume"),
+        ("paired_interval", 2, "stopped; go on with the same flags and --workdir {} --resume"),
+    ],
+)
+def test_once_it_has_a_directory_a_run_says_how_to_go_on(tmp_path, monkeypatch, function, seeds, words):
+    """Also where nothing is held: before the first step, and behind the last."""
+    monkeypatch.setattr(train, "train_to_the_end", lambda *_: collections.defaultdict(float))
+    monkeypatch.setattr(train, function, lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(Stopped) as stopped:
+        train.main(dataclasses.replace(TINY, workdir=tmp_path, seeds=seeds))
+    assert str(stopped.value) == "SIGTERM: " + words.format(tmp_path)

@@ -1,5 +1,6 @@
 """Sweeps run every combination once, compare within seeds, and resume where they stopped."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -61,6 +62,14 @@ def test_an_interval_over_seeds_that_share_test_sets_holds_its_share():
         ({"fixed": ("workdir=a",)}, "gives --workdir itself"),
         ({"fixed": ("--preset=smoke",)}, "gives --preset itself"),
         ({"fixed": ("shuffle",)}, "--fixed 'shuffle' is no flag"),
+        ({"metric": "gauc"}, "--metric gauc is unknown: give one of validation_auc, .*test_log_loss.*examples_per_s"),
+        ({"metric": "test_examples"}, "--metric test_examples is unknown"),
+        ({"metric": "validation_gauc"}, "validation_gauc is the mean AUC within groups: give --fixed group=FIELD"),
+        (
+            {"fixed": ("data=criteo", "path=x")},
+            "validation_auc wants a validation set, and row-learning-rate=0.02 has none",
+        ),
+        ({"fixed": ("data=tabular", "path=nowhere")}, "nowhere is no complete dataset"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_is_trained(tmp_path, flags, words):
@@ -69,33 +78,71 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_trained(tmp_path, fl
     assert not (tmp_path / "s").exists()
 
 
+def of_arms(**found):
+    """{arm: results of two seeds} for {arm: (validation AUC, test AUC, validation log loss) of both}."""
+    names = "validation_auc", "test_auc", "validation_log_loss", "examples_per_s"
+    return {arm: [dict(zip(names, (*its, 1.0), strict=True)) for its in seeds] for arm, seeds in found.items()}
+
+
+def test_the_validation_chooses_and_the_test_set_is_shown_of_the_chosen_arm_alone():
+    found = of_arms(a=[(0.6, 0.9, 0.5), (0.6, 0.9, 0.5)], b=[(0.7, 0.55, 0.6), (0.7, 0.56, 0.6)])
+    by_auc = sweep.chosen(found, "validation_auc")
+    assert by_auc["chosen"] == "b" and by_auc["chosen_test_auc"] == pytest.approx(0.555)
+    assert sweep.said_of({"metric": "validation_auc"} | by_auc).startswith("chosen: b, whose test_auc is 0.56 (0.49 ")
+    assert sweep.chosen(found, "test_auc") == {"chosen": "a"}
+    assert "flatters" in sweep.said_of({"metric": "test_auc", "chosen": "a"})
+    assert sweep.chosen(found, "examples_per_s")["chosen"] == "a"  # the first of equals
+    with pytest.raises(
+        ValueError, match="pls is no number of results.json: give one of validation_auc, .*with --resume"
+    ):
+        sweep.chosen(found, "pls")
+
+
+@pytest.mark.parametrize(("metric", "worth"), sweep.METRICS.items())
+def test_the_better_direction_of_each_metric_is_known(metric, worth):
+    found = {
+        arm: [{metric: value, metric.replace("validation", "test"): value}] for arm, value in (("a", 0.1), ("b", 0.2))
+    }
+    less = ("log_loss", "normalized_entropy", "seconds", "percent", "stall_s", "share", "gap_steps", "spread", "pls")
+    assert sweep.chosen(found, metric)["chosen"] == ("a" if metric.endswith((*less, "lost_steps")) else "b")
+
+
 @pytest.mark.slow
-def test_a_sweep_trains_compares_and_is_not_trained_again(tmp_path, capsys):
+def test_a_sweep_trains_compares_gains_arms_and_trains_nothing_twice(tmp_path, capsys):
     config = sweep.Config(workdir=tmp_path, **FLAGS)
     found = sweep.main(config)
-    runs = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")}
+    said = capsys.readouterr().out
+    read = lambda: {path.parent.name: json.loads(path.read_text()) for path in tmp_path.glob("*/results.json")}
+    times = lambda: {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")}
+    runs, before = read(), times()
     assert sorted(runs) == [f"row-learning-rate={rate}_{seed}" for rate in ("0.02", "0.5") for seed in (0, 1)]
-    of = lambda rate: np.array([runs[f"row-learning-rate={rate}_{seed}"]["test_auc"] for seed in (0, 1)])
-    assert found["row-learning-rate=0.5_mean"] == pytest.approx(of("0.5").mean())
-    assert found["row-learning-rate=0.5_minus_first"] == pytest.approx((of("0.5") - of("0.02")).mean())
-    assert "minus the first" in capsys.readouterr().out
+    of = lambda rate, metric: np.array([read()[f"row-learning-rate={rate}_{seed}"][metric] for seed in (0, 1)])
+    auc = {rate: of(rate, "validation_auc") for rate in ("0.02", "0.5")}
+    assert found["row-learning-rate=0.5_mean"] == pytest.approx(auc["0.5"].mean())
+    assert found["row-learning-rate=0.5_minus_first"] == pytest.approx((auc["0.5"] - auc["0.02"]).mean())
+    best = max(auc, key=lambda rate: auc[rate].mean())
+    assert found["chosen"] == f"row-learning-rate={best}"
+    assert found["chosen_test_auc"] == pytest.approx(of(best, "test_auc").mean())
+    assert "minus the first" in said and said.count("test_auc") == 1
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {f"{row['arm']}_{row['seed']}": row["test_auc"] for row in rows} == {
         name: run["test_auc"] for name, run in runs.items()
     }
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")}
     (tmp_path / "results.json").unlink()
-    assert sweep.main(sweep.Config(workdir=tmp_path, resume=True, **FLAGS)) == found
+    again = dataclasses.replace(config, resume=True)
+    assert sweep.main(again) == found
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(rows) == 4
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/results.json")} == before
+    by_loss = sweep.main(dataclasses.replace(again, metric="test_log_loss"))
+    assert by_loss["row-learning-rate=0.02_mean"] == pytest.approx(of("0.02", "test_log_loss").mean())
+    more = sweep.main(dataclasses.replace(again, vary=("row-learning-rate=0.02,0.1,0.5",), seeds=1))
+    assert more["row-learning-rate=0.1_mean"] == read()["row-learning-rate=0.1_0"]["validation_auc"]
+    assert {path: at for path, at in times().items() if path in before} == before and len(times()) == 5
 
 
 @pytest.mark.slow
-def test_a_flag_that_train_refuses_and_a_metric_that_there_is_not_are_named(tmp_path):
+def test_a_flag_that_train_refuses_is_named(tmp_path):
     with pytest.raises(OSError, match=r"model=none, seed 0 ended with code \d+, see .*model=none_0.log"):
         sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("model=none",), "fixed": TINY[:-1]})))
-    with pytest.raises(ValueError, match="--metric gauc is no number of results.json: give one of .*test_auc"):
-        sweep.main(sweep.Config(workdir=tmp_path / "b", metric="gauc", **FLAGS))
 
 
 @pytest.mark.parametrize(("module", "flags"), [(sweep, FLAGS), (models, {}), (demo, {}), (all_three_quality, {})])

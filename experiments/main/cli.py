@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 from main.plots import bars, plot, stacked_bars
 from main.report import Figure, grid, listing
 from main.run_dir import Run
-from main.signals import Stopped, leave, say
+from main.signals import Stopped, leave, say, stop_on_signals
 
 __all__ = [
     "Figure",
@@ -63,17 +63,17 @@ def command_line(main: Callable[[Any], dict], config: type, description: str | N
     """Run `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
     A signal ends in one line too, with exit code 128 + its number; or 75, for a scheduler configured to restart such
-    jobs, if the experiment has a flag `requeue` and it is given.
+    jobs, if --requeue is given.
     """
-    flags: Any = None
     try:
-        flags = tyro.cli(config, description=description)
-        refuse_small(flags)
-        return main(flags)
+        with stop_on_signals():
+            flags: Any = tyro.cli(config, description=description)
+            refuse_small(flags)
+            return main(flags)
     except (ValueError, FloatingPointError, NotImplementedError, OSError) as error:
         sys.exit(f"error: {error}")
     except Stopped as stopped:
-        leave(stopped, requeue=getattr(flags, "requeue", False))
+        leave(stopped)
 
 
 def refuse(broken: Mapping[str, object]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from jaxrec.files import atomic_write
-from main.report import Figure, Line, number
+from main.report import Figure, Line, listing, number
 from main.signals import say
 
 # Dark enough for text; in monochrome print the strokes distinguish them.
@@ -346,7 +346,7 @@ def _has_intervals(axis):
 
 def _evaluated(of: str) -> list[Line]:
     return [
-        Line(f"{of}_auc", "AUC"), Line(f"{of}_log_loss", "log loss"),
+        Line(f"{of}_auc", "AUC"), Line(f"{of}_gauc", "AUC within groups (GAUC)"), Line(f"{of}_log_loss", "log loss"),
         Line(f"{of}_normalized_entropy", "normalized entropy"),
         Line(f"{of}_calibration", "calibration, predicted over true clicks"),
         Line(f"{of}_label_mean", "clicks", "%", 100), Line(f"{of}_examples", "examples"),
@@ -358,8 +358,9 @@ TABLE = {
         *_evaluated("test"), Line("teacher_auc", "AUC of the teacher"),
         Line("teacher_normalized_entropy", "normalized entropy of the teacher"),
     ],
-    "Validation, at the last evaluation": _evaluated("validation"),
+    "Validation": _evaluated("validation"),
     "Training": [
+        Line("best_step", "step of the best state, tested above"), Line("stopped_early", "stopped early"),
         Line("steps", "steps"), Line("examples", "examples"), Line("train_seconds", "time, with compilation", "s"),
         Line("examples_per_s", "examples/s, with compilation"),
     ],
@@ -384,6 +385,12 @@ _DONE = {
 }  # fmt: skip
 
 
+def table(results: Mapping[str, Any]) -> str:
+    """Format the results of a run."""
+    of = "at the last evaluation" if results.get("best_step") is None else "of the best state"
+    return listing(results, {f"{title}, {of}" if title == "Validation" else title: TABLE[title] for title in TABLE})
+
+
 def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str, failures: Sequence[Mapping]) -> bool:
     """Plot the curves of a run over its examples, with a panel for each figure of an active technique."""
     best = results.get("teacher_auc")
@@ -391,7 +398,9 @@ def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str,
     auc = {"model": line(history, f"{watched}_auc")}
     panels = {"log loss": loss, f"{watched} AUC": auc, "examples/s": {"": rates(history)}}
     panels |= {label: {"": line(history, name)} for label, name in _DONE.items() if _is_in(history, name)}
-    title = f"Test AUC {results['test_auc']:.4f} after {results['examples']:,} examples"
+    step = results.get("best_step")
+    after = f"after {results['examples']:,} examples" if step is None else f"of the best state, that of step {step:,}"
+    title = f"Test AUC {results['test_auc']:.4f} {after}"
     title += f", where the teacher of the data has {best:.4f}" if best else ""
     levels = {f"{watched} AUC": {"teacher": best}}
     return plot(path, panels, "examples", title + _told(failures), marks=marks(failures), levels=levels)

@@ -11,15 +11,18 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jaxrec.checkpoint import Checkpointer, Image, deltas, images, restore
+from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.loop import evaluate, planned
+from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import TrainState
 from main.cli import Run, say
 from main.click_data import Data
+from main.saving import Best
 from main.signals import Asked, Stopped
+from main.subsets import fields_of
 
 LOSSES = 50  # averaged in a row of metrics
 _KEPT = 400  # steps of losses to keep, as a save beside training may be of an earlier step
@@ -133,14 +136,16 @@ class Recorder:
       past: record of the run before that step.
       asked: whether to stop; an evaluation then breaks off.
       evaluations: number of evaluations, evenly over the run.
+      group: field within whose categories AUCs are averaged too (GAUC).
       figures: (state, metrics of the step) -> figures of the active techniques.
     """
 
     def __init__(
         self, run: Run, data: Data, spec: EmbeddingSpec, eval_step: Callable, first: int, past: Past, asked: Asked,
-        evaluations: int, figures: Callable[[Any, dict], dict] = lambda state, metrics: {},
+        evaluations: int, group: str | None = None,
+        figures: Callable[[Any, dict], dict] = lambda state, metrics: {},
     ):  # fmt: skip
-        self.run, self.data, self.asked, self.history = run, data, asked, past.history
+        self.run, self.data, self.asked, self.history, self.group = run, data, asked, past.history, group
         self.spec, self.eval_step, self.figures = spec, eval_step, figures
         self.every_steps = -(-data.steps // evaluations)
         # During training the validation set is evaluated, if there is one.
@@ -233,15 +238,13 @@ class Recorder:
         evenly = step // self.every_steps > last // self.every_steps
         return step > last and (evenly or step == self.data.steps)
 
-    def look(
-        self, state, step: int, step_metrics: dict | None = None, saver: Checkpointer | None = None
-    ) -> None:  # fmt: skip
+    def look(self, state, step: int, step_metrics: dict | None = None, best: Best | None = None) -> None:
         """Evaluate a state at rest, outside training time, save it if it is the best one, and log a row.
 
         If asked to stop, nothing is saved and no row logged.
         """
         losses = self.latest_losses(step)  # before the clock is read: this waits for the step
-        self.seconds += time.perf_counter() - self.since
+        self.seconds, self.since = self.seconds + time.perf_counter() - self.since, time.perf_counter()
         row = {"step": step, "examples": self.data.examples_after(step), "train_seconds": self.seconds}
         row |= {"train_loss": float(losses.mean())}
         if self._failures:
@@ -251,10 +254,9 @@ class Recorder:
         try:
             with contextlib.suppress(Stopped):
                 row |= self.evaluated(state, self.watched)
-                best = self.best()
-                # Before the row is logged: a run that is killed in between evaluates again when it resumes.
-                if saver and (best is None or row[f"{self.watched}_auc"] > best[f"{self.watched}_auc"]):
-                    saver.save(state)
+                if best is not None:
+                    # Before the row is logged: a run that is killed in between evaluates again when it resumes.
+                    best.offer(state, row)
                 self.history.append(row)
                 self.run.log(row)
                 auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
@@ -270,22 +272,25 @@ class Recorder:
         """
         state = with_mean_replica(state)
         batches = (self.data.validation if which == "validation" else None) or self.data.test
+        seen: list[tuple[np.ndarray, ...]] = []  # logit, label, group and weight of each batch
+
+        def predict(state, plans, batch):
+            logit = np.asarray(self.eval_step(state, plans, batch))
+            if self.group is not None:
+                group = fields_of(self.spec, batch, [self.group])[self.group]
+                seen.append((logit, np.asarray(batch.label), group, np.asarray(batch.weight)))
+            return logit
+
         with contextlib.closing(planned(self.spec, batches())) as pairs:
-            found = evaluate(state, self.asked.each(pairs), self.eval_step)
+            found = evaluate(state, self.asked.each(pairs), predict)
+        if self.group is not None:
+            found["gauc"] = group_auc(*map(np.concatenate, zip(*seen, strict=True)))["gauc"]
         return {f"{which}_{key}": value for key, value in found.items()}
 
-    def best(self) -> dict | None:
-        """Return the row of the best validation so far, the earliest of equals."""
-        return max(self.history, key=lambda row: (row[f"{self.watched}_auc"], -row["step"]), default=None)
-
-    def has_no_patience(self, patience: int | None) -> bool:
-        """Whether `patience` evaluations have passed since the best one."""
-        if patience is None or (best := self.best()) is None:  # called after every step
-            return False
-        return sum(row["step"] > best["step"] for row in self.history) >= patience
-
-    def results(self) -> dict[str, Any]:
-        """Return the part of results.json about training."""
+    def results(self, best: Best | None = None) -> dict[str, Any]:
+        """Return the part of results.json about training; figures of the validation are those of the best state."""
         last = self.history[-1]
         results = {"steps": last["step"]} | {key: last[key] for key in last if key not in _NOT_OF_RESULTS}
+        if best is not None:
+            results |= best.results() | {"stopped_early": last["step"] < self.data.steps}
         return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

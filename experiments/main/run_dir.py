@@ -22,7 +22,9 @@ from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, wri
 from main.report import listing
 from main.signals import say
 
-_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times"}  # flags, on resume
+BEST = "best"  # directory of the image of a run's best state, and the key of its figures in that image
+# Flags, on resume; --metric and --vary are of sweep.py.
+_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary"}
 _VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
 
 
@@ -64,7 +66,8 @@ class Run:
     def _begin(self, flags, resume):
         """Write the run's id to config.json before anything else."""
         before = self.read_json("config.json")
-        files = [file for file in ("metrics.jsonl", "results.json", "checkpoints") if (self.directory / file).exists()]
+        names = "metrics.jsonl", "results.json", "checkpoints", BEST
+        files = [name for name in names if (self.directory / name).exists()]
         if before and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
@@ -154,7 +157,7 @@ class Run:
         content = path.read_bytes() if path.exists() else b""
         torn = content.rpartition(b"\n")[2]
         if torn:
-            say(f"{path}: a torn last line of {len(torn)} bytes is cut off")
+            warnings.warn(f"{path}: a torn last line of {len(torn)} bytes is cut off: {torn!r:.80}", stacklevel=4)
             os.truncate(path, len(content) - len(torn))
 
     def rewrite_metrics(self, rows: list[dict]) -> None:

@@ -1,20 +1,24 @@
 """When a run saves: unless an interval is given, as often as costs at most one percent of its time."""
 
 import contextlib
-import shutil
+import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrec.checkpoint import Checkpointer, images, restore
-from jaxrec.checkpoint.format import number_of
+from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest, restore, snapshot, write_image
+from jaxrec.checkpoint.checkpointer import check_same_run
+from jaxrec.checkpoint.format import mark_damaged, remove_partial
 from jaxrec.cpr import Recovery
+from jaxrec.files import remove_directory
 from jaxrec.types import TrainState
-from main.run_dir import Run, cores
+from main.report import QUALITY
+from main.run_dir import BEST, Run, cores
 from main.signals import say
 
 PERCENT = 1.0  # of the run's time that saving may cost
@@ -227,25 +231,72 @@ class RecoverySaves:
         }
 
 
-class Best(Checkpointer):
-    """Checkpointer of the best evaluated state of a run, in a separate directory; saving is blocking.
+class Best:
+    """The best evaluated state of a run, as an image in DIR/best beside those from which the run resumes.
+
+    It is saved while training waits, before its row of metrics is logged, and the image before it goes once it is
+    whole: a kill at any instant leaves the one or the other. A run that resumes from an earlier step keeps it, as a
+    state that the run has had; where training repeats itself it is had again, and is not saved again.
 
     Args:
-      step: step at which the run begins; images of later steps are removed, as the run has left their past.
+      metric: key of the rows of metrics by which states are compared, such as "validation_auc".
+      extra: step -> JSON values to save with a state.
+
+    Attributes:
+      row: figures of the best state, of its row of metrics; {} before the first evaluation.
+
+    Raises:
+      ValueError: the directory holds an image of another run.
     """
 
-    def __init__(self, run: Run, step: int):
-        for path in images(run.directory / "best"):
-            if number_of(path) > step:
-                shutil.rmtree(path)
-        super().__init__(run.directory / "best", keep=1, run=run.id)
+    def __init__(self, run: Run, metric: str, extra: Callable[[int], Mapping[str, Any]]):
+        self._directory, self._run, self._metric, self._extra = run.directory / BEST, run.id, metric, extra
+        self._path: Path | None = None
+        self.row: dict[str, Any] = {}
+        remove_partial(self._directory, "step_")
+        check_same_run(self._directory, run.id)
+        for path in images(self._directory):
+            try:
+                self.row, self._path = read_manifest(path).extra[BEST], path
+                break  # an older one was left by a kill before it was removed
+            except DamagedImage as error:
+                warnings.warn(f"the best state is lost, the best one from here on is kept: {error}", stacklevel=2)
+                mark_damaged(path)
 
-    def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
-        """Save a state and wait until it is on disk; return the blocking seconds."""
-        stall = super().save(state, extra, replace)
-        self.wait()
-        return stall
+    def offer(self, state: TrainState, row: Mapping[str, Any]) -> None:
+        """Save a state at rest if it is better than the best one so far, given its row of metrics.
+
+        Raises:
+          OSError: the disk is full or read-only; the image before it stays.
+        """
+        if not math.isfinite(row[self._metric]) or (self.row and self._worth(row) <= self._worth(self.row)):
+            return
+        watched, step = self._metric.partition("_")[0], int(state.dense.step)
+        figures = {"step": row["step"]} | {key: row[key] for key in row if key.startswith(f"{watched}_")}
+        # Shard by shard, as training waits anyway: a copy would need room for all tables.
+        image = snapshot(state, {**self._extra(step), BEST: figures}, self._run, copy=False)
+        path = write_image(self._directory / f"step_{step:08d}", image, replace=True).path
+        for other in images(self._directory):
+            if other != path:
+                remove_directory(other)
+        self.row, self._path = figures, path
+
+    def _worth(self, row):
+        return QUALITY[self._metric.partition("_")[2]] * row[self._metric]
+
+    def evaluations_since(self, history: Sequence[Mapping[str, Any]]) -> int:
+        """Return how many rows of metrics are of later steps than the best state; 0 without one."""
+        return sum(row["step"] > self.row["step"] for row in history) if self.row else 0
 
     def restored(self, state: TrainState) -> TrainState:
         """Return the best state, restored over `state`; `state` itself if there was no evaluation."""
-        return restore(self.directory, state)[0] if images(self.directory) else state
+        if self._path is None:
+            return state
+        try:
+            return restore(self._path, state)[0]
+        except DamagedImage as error:
+            raise ValueError(f"{error} Remove {self._directory}, and the last state is tested in its place.") from error
+
+    def results(self) -> dict[str, Any]:
+        """Return the part of results.json about the best state."""
+        return {"best_step": None} | {"best_step" if key == "step" else key: value for key, value in self.row.items()}

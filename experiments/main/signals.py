@@ -4,13 +4,14 @@ import contextlib
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NoReturn, TextIO
-
-from tqdm import tqdm
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTHING_NEW = "stopped before there was anything new to save"
+EXPERIMENTS = Path(__file__).resolve().parents[1]
 
 
 class Stopped(KeyboardInterrupt):
@@ -25,21 +26,30 @@ class Asked:
     """Whether a signal has asked the run to stop: true from the first one on.
 
     If there is nothing to save, the first signal raises `Stopped` at once. Inside `held` it is a request: the loop
-    checks it between two steps, and saves. Further signals change nothing.
+    checks it between two steps, and saves. Further signals change nothing, unless that exception is gone though nobody
+    has left: Python drops what is raised in a destructor or a callback.
     """
 
     def __init__(self, words: str = NOTHING_NEW) -> None:
         self.signal: int | None = None
         self.words = words
         self._held = False
+        self._raised: weakref.ref[Stopped] | None = None  # what was raised where nothing is held; dead if it is gone
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     def check(self) -> None:
         """Raise `Stopped` if a signal has arrived."""
-        if self.signal is not None:
-            raise Stopped(self.signal, self.words)
+        if self.signal is None:
+            return
+        stopped = Stopped(self.signal, self.words)
+        if not self._held:
+            self._raised = weakref.ref(stopped)
+        try:
+            raise stopped
+        finally:
+            del stopped  # in a cycle with its own frame it would outlive those who handle it
 
     def each(self, items: Iterable) -> Iterator:
         """Iterate until a signal arrives, then raise `Stopped`."""
@@ -48,11 +58,20 @@ class Asked:
             yield item
 
     @contextlib.contextmanager
+    def saying(self, words: str) -> Iterator[None]:
+        """Use other words in this block, such as how to resume the run whose directory it has."""
+        before, self.words = self.words, words
+        try:
+            yield
+        finally:
+            self.words = before
+
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Defer signals in this block until the loop checks for one."""
+        self.check()  # a signal whose exception was lost in a callback
         self._held = True
         try:
-            self.check()  # a signal whose exception was lost in a callback
             yield
         finally:
             self._held = False
@@ -63,7 +82,8 @@ class Asked:
         with contextlib.suppress(OSError):
             # Not print: the signal may have interrupted one.
             os.write(2, f"\n{signal.Signals(number).name}: {words}\n".encode())
-        if self.signal is None:
+        lost = self._raised is not None and self._raised() is None
+        if self.signal is None or lost:
             self.signal = number
             if not self._held:
                 self.check()
@@ -93,16 +113,45 @@ def stop_on_signals(words: str = NOTHING_NEW) -> Iterator[Asked]:
             signal.signal(number, handler)
 
 
-def leave(stopped: Stopped, requeue: bool) -> NoReturn:
-    """End the process with a message, and code 128 + the signal's number, or 75 if the job is to be requeued."""
+def end_at_once() -> None:
+    """Have signals end this process, an experiment that has begun nothing, until `stop_on_signals` handles them.
+
+    Not by an exception: extension modules crash if one is raised while they are loaded. Called by the first import of
+    this package, before those that take seconds; without effect in programs other than the experiments, and on signals
+    that are ignored or handled.
+    """
+    script = sys.modules["__main__"]  # a process that `multiprocessing` has started calls it __mp_main__
+    file = getattr(script, "__file__", None)
+    if script.__name__ != "__main__" or not file or Path(file).resolve().parent != EXPERIMENTS:
+        return
+    for number in STOPPING:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _end)
+
+
+def _end(number, frame):
+    with contextlib.suppress(OSError):
+        os.write(2, f"{Stopped(number)}\n".encode())
+    os._exit(_code_of(number))
+
+
+def _code_of(number):
+    # From the command line, as a signal may arrive before the flags are parsed.
+    return os.EX_TEMPFAIL if "--requeue" in sys.argv else 128 + number
+
+
+def leave(stopped: Stopped) -> NoReturn:
+    """End the process with a message, and code 128 + the signal's number, or 75 if --requeue is given."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)  # nothing else is left to do
     say(str(stopped), sys.stderr)
-    sys.exit(os.EX_TEMPFAIL if requeue else 128 + stopped.signal)
+    sys.exit(_code_of(stopped.signal))
 
 
 def say(text: str, file: TextIO | None = None) -> None:
     """Print a line beside a progress bar; a closed terminal or pipe does not end the run."""
+    from tqdm import tqdm  # here, as this module is imported first, before `main.cli` tells what is missing
+
     file = file or sys.stdout
     try:
         tqdm.write(text, file=file)

@@ -64,11 +64,12 @@ def tabular_data(config) -> Data:
         shuffle_seed=config.seed if config.shuffle else None, validation_fraction=share,
         at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom",
     )  # fmt: skip
-    if getattr(config, "patience", None) is not None and data.validation is None:
-        raise ValueError(
-            f"--patience {config.patience} wants a validation: give the split of the schema one, or "
-            "--validation-fraction 0.1, say."
-        )
+    for name in ("patience", "monitor"):
+        if (value := getattr(config, name, None)) is not None and data.validation is None:
+            raise ValueError(
+                f"--{name} {value} wants a validation: give the split of the schema one, or "
+                "--validation-fraction 0.1, say."
+            )
     mean = metadata["label_mean"]["train"]
     return data._replace(
         cardinalities=tuple(table["tables"].values()),

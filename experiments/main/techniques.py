@@ -189,7 +189,7 @@ def failures_of(config, steps: int, mtbf_steps: float) -> dict[int, list[int]]:
         return {step: sorted(shards) for step, shards in at.items()}
     for step in (found := given_failures(config)):
         if not 1 <= step <= steps:
-            raise ValueError(f"--fail {step}: the run has steps 1 to {steps}.")
+            raise ValueError(f"--fail {step}: the run has steps 1 to {steps}: give one of these.")
     return found
 
 

@@ -5,17 +5,18 @@ import json
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optax
 
-from jaxrec.checkpoint import DamagedImage, Image, newest_first, read_manifest
+from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
 from main.click_data import ClickJob, click_job, make_model
 from main.flags import PREPARATION, preparation, prepared_directory
+from main.run_dir import BEST
 from main.table_data import table_job, table_of
 
 _STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows")  # options that do not divide rows into splits
@@ -30,14 +31,41 @@ class Trained(NamedTuple):
     image: Image  # the newest with a readable manifest: all have the same tables
 
 
-def images_directory(directory: Path) -> Path:
-    """Return the image directory of a run, given its directory or the image directory itself."""
+State = Literal["best", "last"]
+
+
+def images_directory(directory: Path, state: State | None = "last") -> Path:
+    """Return the directory of the images of a state of a run, given its directory, or the image directory itself.
+
+    Args:
+      state: the best evaluated state, which a run with --patience or --monitor keeps, or the last one saved; None for
+        the best one if there is one.
+    """
     directory = local_path(directory)
-    return directory / "checkpoints" if (directory / "config.json").exists() else directory
+    if not (directory / "config.json").exists():
+        return directory
+    best = directory / BEST
+    if state == "last" or not images(best):
+        if state == "best":
+            raise ValueError(
+                f"{directory} has kept no best state: train.py does with --patience or --monitor, from its first "
+                "evaluation on. Leave out --state for the last one."
+            )
+        return directory / "checkpoints"
+    return best
 
 
-def open_run(directory: Path) -> Trained:
-    """Open a run of train.py for reading; it may still be training."""
+def words_of(image: Image) -> str:
+    """Return which image of a run is used, in words."""
+    return f"{'the best state, ' if image.path.parent.name == BEST else ''}{image.path}, step {image.step}"
+
+
+def open_run(directory: Path, state: State | None = None) -> Trained:
+    """Open a run of train.py for reading; it may still be training.
+
+    Args:
+      state: as for `images_directory`.
+    """
     directory = local_path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -53,7 +81,8 @@ def open_run(directory: Path) -> Trained:
             + (f" without {', '.join(missing)}" if missing else "")
             + ": give the --workdir of a run of train.py."
         )
-    return Trained(directory, config, directory / "checkpoints", _newest_manifest(directory / "checkpoints"))
+    found = images_directory(directory, state)
+    return Trained(directory, config, found, _newest_manifest(found))
 
 
 def _newest_manifest(directory):

@@ -104,7 +104,7 @@ def judge(ended: Ended, way: str, workdir: Path) -> list[str]:
             verify(read_manifest(path))
         except ValueError as error:
             wrong.append(f"said that step {step} was saved: {error}")
-    # Before the job begins, and after everything is written, Python's own signal handlers apply.
+    # Before the first import of the job, and after everything is written, Python's own signal handlers may apply.
     at_work = "AUC to expect" in said and "run written to" not in said
     killed = -number if number == signal.SIGKILL or not at_work else 0
     # Ctrl-C during imports ends Python with 1 and a traceback, before any of our code runs, or with a crash if it hits

@@ -152,8 +152,10 @@ class Recovery:
         whole_number("pick_ahead_steps", pick_ahead_steps, 0)
         budget_rows(1, fraction)  # raises if `fraction` is out of range
         check_scheme(self.spec, mode, scheme, whole)
+        first = 1 if image else engine.step + 1  # a run that goes on may name what came before its image
+        why = ", the steps that this run trains: elsewhere nothing would fail. Give one of these, or more total_steps"
         for step, shards in (failures or {}).items():
-            whole_number("a step of failures", step)
+            whole_number("a step of failures", step, first, total_steps, why)
             check_shards(self.spec, shards)
         self.directory, self.mode = local_path(directory), mode
         self._schedule = SaveSchedule(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)

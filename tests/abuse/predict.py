@@ -359,6 +359,9 @@ BACK = {
     ),
     "give one of --table NAME, --all and --back FILE": lambda directory: exported(directory),
     "--ids are rows of one table": lambda directory: exported(directory, all=True, ids=(1,)),
+    "--state best is of a run, and --run .* is no run's directory": lambda directory: exported(
+        directory, all=True, state="best"
+    ),
     "must end in .npz": lambda directory: exported(directory, table="item", to="a.csv"),
     "is whole and of a later step than 1": lambda directory: out_and_back(
         directory, prepare_into=lambda into: saved(into, 2)
