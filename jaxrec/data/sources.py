@@ -17,7 +17,7 @@ from jaxrec.files import local_path
 CHUNK_BYTES = 16 << 20  # read at once, which bounds the memory of a preparation
 _HEAD_BYTES = 1 << 20
 _STAMPS = ("mtime_ns", "ctime_ns")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of every "CSV UTF-8" of Excel; no part of the text
 
 
 class Seen(NamedTuple):
@@ -145,6 +145,9 @@ def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, See
         if not text.endswith(b"\n"):
             text = text.removesuffix(b"\r") + b"\n"
         text = text.replace(b"\r\n", b"\n")
+        if ended:  # blank lines at the end of a file are no rows
+            text = text.rstrip(b"\n")
+            text += b"\n" if text else b""
         lines += text.count(b"\n")
         yield text, Seen(end, crc, lines, ended)
 
@@ -189,9 +192,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
                 ) from error
             if not block:
                 return
-            if not read:
+            is_first, read = not read, read + len(block)
+            if is_first:
                 _check_text(path, block)
-            read += len(block)
+                block = block.removeprefix(_BYTE_ORDER_MARK)
             yield block
 
 
@@ -201,7 +205,8 @@ def _check_text(path: Path, block: bytes) -> None:
             f"{path} is no text, or UTF-16: unpack it if it is an archive, and give the files in it; convert UTF-16 "
             "(iconv -f UTF-16 -t UTF-8)."
         )
-    if block.startswith(_BYTE_ORDER_MARK):
+    if b"\n" not in block and b"\r" in block.rstrip(b"\r"):
         raise ValueError(
-            f"{path}, line 1: the file begins with a byte order mark (BOM): remove these three bytes (tail -c +4)."
+            f"{path}: its lines end in a carriage return alone, as on an old Mac: convert it "
+            f"(tr '\\r' '\\n' < {path.name} > new_{path.name})."
         )

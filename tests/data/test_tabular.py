@@ -152,7 +152,9 @@ def test_what_goes_in_comes_out(tmp_path, name):
 def test_text_and_parquet_and_parts_of_them_are_one_table(tmp_path):
     rows = table(200)
     prepare([write(tmp_path / "whole.csv", rows)], tmp_path / "a", SCHEMA, **SMALL)
-    parts = [write(tmp_path / "x.csv", rows[:50]), write(tmp_path / "y.parquet", rows[50:120]),
+    excel = write(tmp_path / "x.csv", rows[:50])
+    excel.write_bytes(b"\xef\xbb\xbf" + excel.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    parts = [excel, write(tmp_path / "y.parquet", rows[50:120]),
              write(tmp_path / "z.csv.gz", rows[120:], names=NAMES[::-1])]  # fmt: skip
     prepare(parts, tmp_path / "b", SCHEMA, **SMALL)
     assert digests(tmp_path / "a") == digests(tmp_path / "b") and len(digests(tmp_path / "a")) > 6
@@ -235,7 +237,7 @@ BAD = {
     "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
     "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
     "text after a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
-    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", "byte 5 is no UTF-8"),
+    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", r"byte 5 is no UTF-8; .*iconv -f latin1 -t utf-8"),
     "a label of 2": (b"2,ann,1.5,a|b,1,5", "'y' is '2', but it is 0 or 1"),
     "no label": (b",ann,1.5,a|b,1,5", "'y' is .*, but it is 0 or 1"),
     "a number in words": (b"1,ann,cheap,a|b,1,5", "'price' is 'cheap', but it is a number or missing"),
@@ -294,7 +296,7 @@ def test_whatever_is_malformed_is_a_value_error_of_one_line(tmp_path_factory, da
     except ValueError as error:
         assert ("\n" not in str(error) and "a.csv" in str(error)) or "split" in str(error), error
         return
-    lines = bytes(text).replace(b"\r\n", b"\n").removesuffix(b"\n").count(b"\n")
+    lines = bytes(text).removesuffix(b"\r").replace(b"\r\n", b"\n").rstrip(b"\n").count(b"\n")
     assert sum(metadata["rows"].values()) + metadata["skipped_rows"] == lines
 
 
@@ -333,6 +335,12 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
         prepare([path], tmp_path / "out", Schema(label="y", features=[Categorical("colour")]))
     with pytest.raises(ValueError, match="the column 'y;user' .*is the separator right"):
         prepare([path], tmp_path / "out", Schema(label="y;user", features=[Categorical("user")], separator=";"))
+
+
+def test_a_header_in_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "a.csv").write_bytes("größe,y\n1,1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="a.csv, line 1: byte 3 of the header is no UTF-8.*iconv -f latin1 -t utf-8"):
+        prepare([tmp_path / "a.csv"], tmp_path / "out", Schema(label="y", features=[Categorical("größe")]))
 
 
 def test_a_parquet_file_that_was_seen_otherwise_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrec.data.sources import CHUNK_BYTES, Seen, changed, is_parquet, read_chunks
-from jaxrec.data.tabular.lines import SPLIT, explain, well_formed
+from jaxrec.data.tabular.lines import NO_UTF8, SPLIT, explain, well_formed
 from jaxrec.data.tabular.schema import Categorical, Dense, Schema
 from jaxrec.data.tabular.splits import ByColumn, ByTime
 
@@ -81,8 +81,8 @@ def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
 def _header(path: Path, schema: Schema, line: bytes) -> tuple[str, ...]:
     try:
         text = line.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}, line 1: the header is no UTF-8: convert the file (iconv -t UTF-8).") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line 1: byte {error.start + 1} of the header {NO_UTF8}.") from None
     if not schema.quote:
         names = text.split(schema.separator)
     else:
