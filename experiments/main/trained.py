@@ -18,7 +18,7 @@ from main.click_data import ClickJob, click_job, make_model
 from main.flags import PREPARATION, preparation, prepared_directory
 from main.table_data import table_job, table_of
 
-_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows")  # options that do not divide rows into splits
+_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 
 
 class Trained(NamedTuple):

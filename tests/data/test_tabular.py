@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import hashlib
 import io
+import json
 import math
 import os
 import signal
@@ -112,13 +113,14 @@ def given_(text):
 def expected(train, rows):
     """Reference content of blocks, row by row."""
     users = vocabulary([r["user"] for r in train if given_(r["user"])], 3)
-    items = vocabulary([r["item"] for r in train], 1)
+    history = lambda text: [i for i in text.split(";") if i][-3:]
+    items = vocabulary([r["item"] for r in train] + [i for r in train for i in history(r["seen"])], 1)
     tags = vocabulary([t for r in train for t in given_(r["tags"]).split(";")[:2] if t], 2)
     log = lambda text: math.log1p(max(float(text), 0))
     prices = [log(r["price"]) for r in train if given_(r["price"])]
     bag = lambda found, hots: (found + [-1] * hots)[:hots]
     price = lambda text: (log(text) - np.mean(prices)) / np.std(prices) if given_(text) else 0
-    seen = lambda text: [items.get(i, 1) for i in [i for i in text.split(";") if i][-3:]]
+    seen = lambda text: [items.get(i, 1) for i in history(text)]
     return {
         "label": [[float(r["click"]), float(float(r["bought"]) >= 2)] for r in rows],
         "weight": [float(r["weight"]) for r in rows],
@@ -173,6 +175,81 @@ def test_lists_numbers_and_moments_of_parquet_are_read_as_they_are(tmp_path):
     assert train["label"].tolist() == [1, 0] * 5 and train["sparse"][:, 0].tolist() == [2, 0] * 5
     assert train["bag"][:2, :3].tolist() == [[2, 3, -1], [-1, -1, -1]]
     assert test["dense"][:, 0].tolist() == list(range(10, 20))
+
+
+NUMBERED = Schema(
+    label="y", features=[Categorical("item", 1), MultiHot("tags", min_count=1), Sequence("seen", last=3, share="item"),
+                         Dense("x", standardise=True), Dense("z", buckets=(2.5,)), Categorical("hashed", hash_cap=99)],
+    missing=("-1",),
+)  # fmt: skip
+
+
+def ways_of_writing(item, tags, seen, x):
+    """{file: frame} of one table, whose ids are whole numbers of which some are missing."""
+    y = [at % 2 for at in range(len(item))]
+    texts = lambda lists, number: ["|".join(map(number, each)) for each in lists]
+    decimals = lambda value: "" if value is None else f"{value}.0"
+    text = {"y": y, "item": item, "tags": texts(tags, str), "seen": texts(seen, str), "x": x, "z": x, "hashed": item}
+    some = [-1.0 if value is None else value for value in x]
+    floats = text | {"item": pl.Series(item, dtype=pl.Float64), "hashed": pl.Series(item, dtype=pl.Float64)}
+    not_a_number = floats | {"item": floats["item"].fill_null(np.nan), "x": pl.Series(x).fill_null(np.nan), "z": some}
+    lists = {"tags": pl.Series(tags).cast(pl.List(pl.Float64)), "seen": [[*map(float, each), np.nan] for each in seen]}
+    return {
+        "integers.csv": text, "integers.parquet": text | {"tags": tags, "seen": seen}, "floats.parquet": floats,
+        "floats.csv": text | {"item": list(map(decimals, item)), "hashed": list(map(decimals, item))},
+        "nan.parquet": not_a_number | lists, "nan.csv": not_a_number,
+        "words.csv": text | {"item": ["nan" if value is None else f"{value}" for value in item],
+                             "tags": texts(tags, decimals), "seen": texts(seen, lambda value: f"{value}.00|NaN"),
+                             "x": ["nan" if value is None else str(value) for value in x], "z": some,
+                             "hashed": floats["hashed"].fill_null(-1.0)},
+    }  # fmt: skip
+
+
+def test_whole_numbers_and_missing_values_are_the_same_however_they_are_written(tmp_path):
+    """Integers, floats of pandas, lists and texts of them; null, NaN, nan and a word for missing."""
+    rng = np.random.default_rng(0)
+    number = lambda: int(rng.choice([3, 12, 5 * 10**15, -7]))
+    item = [None if at % 5 == 0 else number() for at in range(60)]
+    bags = lambda: [[number() for _ in range(1 + at % 4)] for at in range(60)]
+    x = [None if at % 7 == 0 else float(rng.integers(5)) for at in range(60)]
+    found = {}
+    for name, columns in ways_of_writing(item, bags(), bags(), x).items():
+        frame = pl.DataFrame(columns)
+        (frame.write_csv if name.endswith(".csv") else frame.write_parquet)(tmp_path / name)
+        metadata = prepare([tmp_path / name], tmp_path / f"{name}.out", NUMBERED)
+        assert metadata["table"]["features"]["item"]["missing_share"] == 0.2, name
+        assert metadata["table"]["features"]["x"]["missing_share"] == pytest.approx(9 / 60), name
+        found[name] = digests(tmp_path / f"{name}.out") | {"digest": metadata["table"]["digest"]}
+    assert len(found) == 7
+    for name, its in found.items():
+        assert its == found["integers.csv"], name
+    train = read_all(tmp_path / "integers.csv.out", "train")
+    assert train["sparse"].min() == 0 and train["sparse"][:, 0].max() == 5  # 0 where missing, else one of four ids
+    assert (train["sparse"][:, 2] == 0).tolist() == (train["sparse"][:, 0] == 0).tolist()  # also where it is hashed
+
+
+def test_a_split_by_a_column_takes_its_values_as_they_are_written(tmp_path):
+    frame = pl.DataFrame({"y": [0, 1] * 5, "item": ["a"] * 10, "part": [1.0] * 8 + [2.0] * 2})
+    frame.write_csv(tmp_path / "a.csv")
+    frame.write_parquet(tmp_path / "a.parquet")
+    schema = Schema(label="y", features=[Categorical("item")], split=ByColumn("part", ("1.0",), (), ("2.0",)))
+    for name in ("a.csv", "a.parquet"):
+        assert prepare([tmp_path / name], tmp_path / f"{name}.out", schema)["rows"] == {"train": 8, "test": 2}
+
+
+def test_histories_count_in_the_table_that_they_share(tmp_path):
+    """Whatever is often enough in both together has a row, in training rows alone; so do tags."""
+    rows = ["1,i1,h1|h2|old|i2|h1,t", "0,i1,h1,i2|t", "1,i2,,", "0,,h3|i3,", "1,i9,h9|h9|h9,i9|h9", "0,i9,h9,"]
+    (tmp_path / "a.csv").write_text("\n".join(["y,item,seen,tags", *rows]) + "\n")
+    features = [Categorical("item", 3), Sequence("seen", last=4, share="item"), MultiHot("tags", share="item")]
+    metadata = prepare([tmp_path / "a.csv"], tmp_path / "out", Schema("y", features, ByRows(4 / 6)))
+    # i2: twice in seen and tags, once in item. h1: three times, of which the fifth last of its history is not read.
+    assert metadata["table"]["features"]["item"]["top"] == [["i2", 3]] and metadata["table"]["tables"] == {"item": 3}
+    train = read_all(tmp_path / "out", "train")
+    assert train["seen"].tolist() == [[1, 1, 2, 1], [1, -1, -1, -1], [-1] * 4, [1, 1, -1, -1]]
+    assert train["sparse"][:, 0].tolist() == [1, 1, 2, 0] and train["tags"][1, :3].tolist() == [2, 1, -1]
+    assert Schema("y", features).features[1].min_count == 3
+    assert metadata["options"]["schema"]["features"][1][1]["min_count"] == 3  # so that other counts are another schema
 
 
 SPLITS = {
@@ -241,7 +318,10 @@ BAD = {
     "a label of 2": (b"2,ann,1.5,a|b,1,5", "'y' is '2', but it is 0 or 1"),
     "no label": (b",ann,1.5,a|b,1,5", "'y' is .*, but it is 0 or 1"),
     "a number in words": (b"1,ann,cheap,a|b,1,5", "'price' is 'cheap', but it is a number or missing"),
-    "not a number": (b"1,ann,nan,a|b,1,5", "'price' is 'nan'"),
+    "no finite number": (b"1,ann,inf,a|b,1,5", "'price' is 'inf', but it is a number or missing"),
+    "a label of NaN": (b"nan,ann,1.5,a|b,1,5", "'y' is 'nan', but it is 0 or 1"),
+    "a weight of NaN": (b"1,ann,1.5,a|b,NaN,5", "'w' is 'NaN', but it is a number from 0"),
+    "a time of NaN": (b"1,ann,1.5,a|b,1,nan", "'t' is 'nan', but it is a number, or a date"),
     "a decimal comma": (b'1,ann,"1,5",a|b,1,5', "'price' is '1,5'"),
     "a negative weight": (b"1,ann,1.5,a|b,-1,5", "'w' is '-1', but it is a number from 0"),
     "no weight": (b"1,ann,1.5,a|b,,5", "'w' is"),
@@ -411,6 +491,21 @@ def test_a_directory_is_of_one_schema_and_of_the_text_that_was_read(tmp_path):
     write(path, rows[:-1] + rows[:1])
     with pytest.raises(ValueError, match="other sources"):
         prepare([path], tmp_path / "out", SCHEMA, **SMALL)
+
+
+def test_a_directory_of_an_earlier_version_can_be_read_but_maps_no_other_rows(tmp_path):
+    """It took 12.0 and nan for categories, and its histories did not count."""
+    path, out = write(tmp_path / "a.csv", table(100)), tmp_path / "out"
+    prepare([path], out, SCHEMA, **SMALL)
+    wanted, metadata = read_all(out, "train"), json.loads((out / "metadata.json").read_text())
+    assert len(list(read_rows([path], SCHEMA, out))) == 1
+    metadata["options"].pop("format")
+    (out / "metadata.json").write_text(json.dumps(metadata))
+    np.testing.assert_equal(read_all(out, "train"), wanted)
+    with pytest.raises(ValueError, match="holds a preparation with other format: use the same, or another directory"):
+        prepare([path], out, SCHEMA, **SMALL)
+    with pytest.raises(ValueError, match="was prepared by an earlier version.* prepare the same sources in another"):
+        next(read_rows([path], SCHEMA, out))
 
 
 def test_a_column_that_splits_is_a_category_as_well(tmp_path):
@@ -629,6 +724,14 @@ WRONG = {
     "a bag of a taken name": (lambda: Schema(label="y", features=[MultiHot("dense")]), "rename the column"),
     "a text for texts": (lambda: Schema(label="y", features=[USER], missing="NA"), "must be a list of texts"),
     "min_count 0": (lambda: Categorical("user", min_count=0), "min_count of 'user'=0 must be a whole number"),
+    "another min_count for a shared table": (
+        lambda: Schema(label="y", features=[USER, Sequence("s", share="user", min_count=1)]),
+        "min_count=1 of 's' is not that of 'user', whose table it shares, 2: leave it out",
+    ),
+    "another hash_cap for a shared table": (
+        lambda: Schema(label="y", features=[USER, MultiHot("s", share="user", hash_cap=9)]),
+        "hash_cap=9 of 's' is not that of 'user', whose table it shares, None: leave it out",
+    ),
     "hash_cap 1": (lambda: Categorical("user", hash_cap=1), "hash_cap of 'user'=1"),
     "at_most 0": (lambda: MultiHot("tags", at_most=0), "at_most of 'tags'=0"),
     "last 0": (lambda: Sequence("seen", last=0), "last of 'seen'=0"),

@@ -13,6 +13,7 @@ from jaxrec.data.tabular.schema import (
     FIRST_ROW,
     MISSING,
     RARE,
+    WHOLE,
     Bag,
     Categorical,
     Dense,
@@ -98,20 +99,40 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
     return rows
 
 
-def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray, Any]:
+def categories(series: Any) -> Any:
+    """Return a series as strings, in which whole numbers have no decimals, and null is missing.
+
+    A column of integers becomes one of floats in pandas as soon as a value is missing, in Parquet and in text: 12.0 is
+    the same category as 12.
+    """
+    import polars as pl
+
+    if series.dtype.is_float():
+        whole = (series.is_finite() & (series == series.round()) & (series.abs() < 2.0**63)).fill_null(False)
+        return (
+            series.fill_nan(None).cast(pl.String).zip_with(~whole, series.cast(pl.Int64, strict=False).cast(pl.String))
+        )
+    texts = series.cast(pl.String)
+    return texts.str.replace(WHOLE, "${1}") if texts.str.contains(".0", literal=True).any() else texts
+
+
+def flattened(bag: Bag, series: Any, absent: Iterable[str]) -> tuple[np.ndarray, Any]:
     """Concatenate the categories of a bag, at most `bag.hots` of each of n strings with separators, or lists.
+
+    Args:
+      absent: texts that stand for no category.
 
     Returns:
       The number of categories of each row, i64[n], and all categories as a series without nulls.
     """
     import polars as pl
 
-    listed = series if series.dtype == pl.List(pl.String) else series.str.split(bag.separator)
+    listed = series if series.dtype == pl.List else series.str.split(bag.separator)
     many = listed.list.len().fill_null(0).to_numpy().astype(np.int64)
     # An empty list would explode to a null.
     values = listed.filter(pl.Series(many > 0)).explode() if many.any() else pl.Series([], dtype=pl.String)
-    row = np.repeat(np.arange(len(many)), many)
-    there = values.is_not_null() & ~values.is_in(["", *missing]).fill_null(True)
+    values, row = categories(values), np.repeat(np.arange(len(many)), many)
+    there = values.is_not_null() & ~values.is_in([*absent]).fill_null(True)
     if not there.all():
         values, row = values.filter(there), row[there.to_numpy()]
         many = np.bincount(row, minlength=len(many))
@@ -174,7 +195,7 @@ def arrays(
     if single:
         found["ids.sparse"] = np.stack(single, axis=1)
     for bag in schema.bags:
-        many, values = flattened(bag, frame[f"b:{bag.column}"], schema.missing)
+        many, values = flattened(bag, frame[f"b:{bag.column}"], schema.absent)
         found[f"ids.{bag.column}"] = padded(many, ids_of[table_of(bag)](values), bag.hots)
     return found
 

@@ -24,6 +24,7 @@ from jaxrec.files import atomic_write
 
 PENDING_VALUES = 1 << 20  # counted at once, which bounds the memory of counting
 PERIODS = 20
+FORMAT = 2  # of the mapping; in 1, 12.0 and nan were categories, and a bag did not count in a table that it shared
 _MOST_SPANS, _TOP = 1 << 12, 5
 
 
@@ -69,11 +70,11 @@ class Looking:
             if isinstance(feature, Dense):
                 if feature.standardise:
                     self._number(feature, of_train[key].drop_nulls().to_numpy())
-            elif feature.hash_cap is None and table_of(feature) == feature.column:
+            elif feature.hash_cap is None:
                 values = of_train[key]
                 if isinstance(feature, Bag):
-                    _, values = flattened(feature, values, self._schema.missing)
-                self._count(feature.column, values.drop_nulls())
+                    _, values = flattened(feature, values, self._schema.absent)
+                self._count(table_of(feature), values.drop_nulls())
 
     def _label(self, table: Table) -> None:
         first = self._schema.label[0]
@@ -189,6 +190,8 @@ def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
 def digest(schema: Schema, look: Look) -> str:
     """Return a digest that is equal for two preparations if and only if they map all values alike."""
     kept = {"schema": schema.described(), "vocabularies": look.vocabularies, "moments": look.summary["moments"]}
+    if any(getattr(feature, "hash_cap", None) for feature in schema.features):  # no vocabulary tells how they were read
+        kept["format"] = FORMAT
     # How rows are read, split, weighted and labelled does not affect the mapping of values.
     for name in ("split", "columns", "separator", "quote", "weight", "label"):
         kept["schema"].pop(name)

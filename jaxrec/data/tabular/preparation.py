@@ -74,6 +74,7 @@ def prepare(
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
         "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
+        "format": looks.FORMAT,
     }
     return prepare_files(
         local_files(sources), local_path(directory), options,

@@ -52,9 +52,14 @@ def read_rows(
       Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
     """
     directory = local_path(directory)
-    digest = open_table(directory, "train").metadata["table"]["digest"]
+    metadata = open_table(directory, "train").metadata
+    if metadata["options"].get("format") != looks.FORMAT:
+        raise ValueError(
+            f"{directory} was prepared by an earlier version, which read some values otherwise, such as 12.0 and nan: "
+            "prepare the same sources in another directory, and give that; if it has another vocabulary, train again."
+        )
     look, _ = looks.load(directory / VOCABULARY, "give the directory as it was prepared.")
-    if looks.digest(schema, look) != digest:
+    if looks.digest(schema, look) != metadata["table"]["digest"]:
         raise ValueError(
             f"{directory} was prepared with another schema, by which the same values are other categories: give the "
             "one that it was prepared with."
