@@ -16,7 +16,7 @@ A hundred thousand rows take some seconds.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,8 +26,8 @@ from main import subsets
 from main.cli import Figure, Run, command_line, grid, listing, plot, refuse, say
 from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
-from main.table_data import open_rows
-from main.table_summary import open_schema
+from main.table_data import open_rows, with_vocabulary
+from main.table_summary import open_schema, warnings_of
 from main.trained import (
     Trained,
     job_of,
@@ -41,14 +41,17 @@ from main.trained import (
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
+from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
+from jaxrec.data.preparation import count_ids
 from jaxrec.data.tabular import raw
+from jaxrec.embedding import EmbeddingSpec
 from jaxrec.files import atomic_write
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
-TENTHS, SYNTHETIC_EXAMPLES = 10, 50 * TEST_BATCH
+TENTHS, SYNTHETIC_EXAMPLES, MOST_UNKNOWN = 10, 50 * TEST_BATCH, 10
 TABLE = {
     "Rows": ["rows", "step"],
     "Quality": ["auc", "log_loss", "normalized", "calibration"],
@@ -93,6 +96,7 @@ class Examples(NamedTuple):
     batches: Iterator[Batch]
     labelled: bool
     words: str  # description for messages
+    vocabularies: frozenset[str] = frozenset()  # fields whose unknown ids share row 1
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
@@ -101,21 +105,21 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
     if run.config["data"] == "tabular":
         return examples_of_table(config, run)
+    directory, encoder = prepared_of(run, config.prepared)
+    hashed = read_metadata(directory)["options"].get("hash_cap") is not None
+    vocabularies = frozenset(() if hashed else run.image.tables)
     if config.path and not config.path[0].is_dir():
         labelled = has_labels(config.path)
-        _, encoder = prepared_of(run, config.prepared)
         blocks = read_rows(config.path, encoder, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
-    directory, encoder = prepared_of(run, config.prepared)
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), vocabularies)
     if config.path and open_encoder(config.path[0]).digest != encoder.digest:
         raise ValueError(
             f"{config.path[0]} was prepared with another vocabulary than {directory}, from which {run.directory} was "
             "trained, so that its ids mean other categories: give the raw files, which are mapped as the run's were."
         )
     directory = chosen(config, directory)
-    return Examples(
-        iter(Loader(open_split(directory, config.split), TEST_BATCH)), True, f"{config.split} of {directory}"
-    )
+    rows = iter(Loader(open_split(directory, config.split), TEST_BATCH))
+    return Examples(rows, True, f"{config.split} of {directory}", vocabularies)
 
 
 def chosen(config: Config, own: Path) -> Path:
@@ -129,16 +133,17 @@ def chosen(config: Config, own: Path) -> Path:
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
     """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
+    directory = table_directory(run, config.prepared)
+    vocabularies = with_vocabulary(table_of_run(run, directory))
     if config.path and not config.path[0].is_dir():
-        directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
-        table_of_run(run, directory)
+        schema = open_schema(config.schema)
         labelled = raw.has_labels(config.path, schema)
         blocks = raw.read_rows(config.path, schema, directory, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
-    directory = chosen(config, table_directory(run, config.prepared))
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), vocabularies)
+    directory = chosen(config, directory)
     table_of_run(run, directory)
     rows = Loader(open_rows(directory, config.split), TEST_BATCH)
-    return Examples(iter(rows), True, f"{config.split} of {directory}")
+    return Examples(iter(rows), True, f"{config.split} of {directory}", vocabularies)
 
 
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
@@ -185,6 +190,7 @@ class Predictions(NamedTuple):
     weight: np.ndarray  # f32[n], above 0
     total: metrics.Evaluation  # meaningful with labels only; accumulated batch by batch, as in training
     fields: dict[str, np.ndarray]  # {requested field: i32[n]}
+    unknown: dict[str, float]  # {field with a vocabulary: share of unknown ids}
 
     @property
     def probability(self) -> np.ndarray:
@@ -198,6 +204,7 @@ def predict(
     """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
     step, total = job.eval_step(), metrics.empty_evaluation()
     logits, labels, weights, kept = [], [], [], []
+    ids: dict[str, Any] = dict.fromkeys(sorted(examples.vocabularies), 0)
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
@@ -206,12 +213,27 @@ def predict(
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
             weights.append(batch.weight[counts])
+            ids = {name: ids[name] + its for name, its in counted(job.spec, batch).items() if name in ids}
             kept.append({name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields).items()})
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
     columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
     label = np.concatenate(labels) if examples.labelled else None
-    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns)
+    unknown = {name: float(rare / max(given, 1)) for name, (given, rare) in ids.items()}
+    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns, unknown)
+
+
+def counted(spec: EmbeddingSpec, batch: Batch) -> dict[str, np.ndarray]:
+    """Return {field: number of ids in a batch, and of those in row 1, i64[2]}."""
+    found: dict[str, np.ndarray] = {}
+    for name, lookup in spec.lookups.items():
+        ids = np.asarray(batch.ids[name])
+        counts = count_ids(ids.reshape(len(ids), -1)[batch.weight > 0])
+        if isinstance(lookup.tables, str):
+            found[name] = counts.sum(axis=1)
+        else:
+            found |= dict(zip(lookup.tables, counts.T, strict=True))
+    return found
 
 
 def figures(found: Predictions) -> dict[str, Any]:
@@ -223,6 +245,7 @@ def figures(found: Predictions) -> dict[str, Any]:
         results |= {key: quality[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
         results |= {"mean_label": quality["label_mean"]}
     results |= {"mean_prediction": float(np.average(probability, weights=weight))}
+    results |= {f"unknown_share_{name}": share for name, share in found.unknown.items()}
     order = np.argsort(probability, kind="stable")
     for number, rows in enumerate(np.array_split(order, min(TENTHS, len(order))), 1):
         predicted = float(np.average(probability[rows], weights=weight[rows]))
@@ -253,9 +276,26 @@ def table(results: dict[str, Any]) -> str:
     columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
     if "auc" in results:
         columns |= {"clicked": "tenth_{}_clicked", "predicted / clicked": "tenth_{}_calibration"}
-    overall = {key: value for key, value in results.items() if not key.startswith(("tenth_", "segment_"))}
+    apart = ("tenth_", "segment_", "unknown_share_")
+    overall = {key: value for key, value in results.items() if not key.startswith(apart)}
     tenths_of = grid(results, "tenth, by prediction", tenths, columns)
     return f"{listing(overall, TABLE)}\n\n{tenths_of}"
+
+
+def table_of_unknown(unknown: Mapping[str, float], where: str) -> str:
+    """Format the shares of unknown ids, the largest first, and a warning if there are many.
+
+    >>> print(table_of_unknown({"user": 0.0, "item": 0.125}, "a.csv"))
+    field  unknown ids, %
+    item            12.50
+    user             0.00
+    """
+    most = sorted(unknown, key=lambda name: -unknown[name])[:MOST_UNKNOWN]
+    cells = {f"share_{place}": unknown[name] for place, name in enumerate(most)}
+    of = f", {MOST_UNKNOWN} of {len(unknown)}" if len(unknown) > MOST_UNKNOWN else ""
+    rows = {name: str(place) for place, name in enumerate(most)}
+    found = grid(cells, f"field{of}", rows, {"unknown ids, %": ("share_{}", 100)}) if most else ""
+    return "\n".join(filter(None, [found, *warnings_of({name: {where: share} for name, share in unknown.items()})]))
 
 
 def draw(path: Path, results: dict[str, Any]) -> bool:
@@ -269,8 +309,8 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
     return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
 
 
-def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str, Any]:
-    """Write and show the figures; return the contents of results.json."""
+def finish(config: Config, run: Run, found: Predictions, step: int, words: str) -> dict[str, Any]:
+    """Write and show the figures of the rows that `words` describes; return the contents of results.json."""
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
@@ -281,7 +321,8 @@ def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str,
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
     if found.label is not None:
         draw(run.directory / "calibration.png", results)
-    run.close(results, "\n\n".join(filter(None, [table(results), subsets.tables(results, config.segments)])))
+    tables = [table(results), subsets.tables(results, config.segments), table_of_unknown(found.unknown, words)]
+    run.close(results, "\n\n".join(filter(None, tables)))
     return results
 
 
@@ -332,7 +373,8 @@ def main(config: Config) -> dict[str, Any]:
         state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
         with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
             say(f"{image.path}, step {image.step}, on {examples.words}")
-            return finish(config, run, predict(state, job, examples, asked, config.fields), image.step)
+            found = predict(state, job, examples, asked, config.fields)
+            return finish(config, run, found, image.step, examples.words)
 
 
 def is_unfinished(workdir: Path | None) -> bool:

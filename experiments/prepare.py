@@ -81,7 +81,7 @@ def _prepared() -> str:
     """Prepare the sources; return the text to print."""
     # Imported here, after the signal handler is set: the imports take seconds.
     import tyro
-    from main.table_summary import Bars
+    from main.table_summary import Bars, warnings_of
 
     from jaxrec.data.blocks import tfds_module
     from jaxrec.data.criteo import prepare
@@ -97,7 +97,12 @@ def _prepared() -> str:
     del flags["schema"], flags["tfds_directory"]
     with Bars() as bars:
         metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bars.show)
-    return "\n".join(f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows"))
+    lines = [f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows")]
+    unknown = metadata.get("unknown_share", {})  # earlier versions did not count them
+    for split in metadata["rows"] if unknown else ():
+        shares = " ".join(f"{100 * of[split]:.1f}" for of in unknown.values())
+        lines.append(f"unknown ids of C1 to C26 in {split}, %: {shares}")
+    return "\n".join(lines + warnings_of(unknown))
 
 
 def _prepared_table(config: Config) -> str:

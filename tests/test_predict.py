@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import polars as pl
 import pytest
 from main import subsets
-from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
+from main.table_data import spec_of
+from trained_run import criteo_lines, criteo_run, synthetic_run, tabular_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
@@ -343,6 +345,9 @@ def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, opt
     equal(from_raw["label"], own["label"])
     for found in (from_raw, from_bare):
         equal(found["logit"], own["logit"])
+    counted = json.loads((tmp_path / "prepared" / "metadata.json").read_text()).get("unknown_share", {})
+    assert shares_of_unknown_ids(results) == {field: shares["test"] for field, shares in counted.items()}
+    assert len(counted) == (26 if "min_count" in options else 0)
     assert of_raw == results and "auc" not in of_bare and "label" not in from_bare
     assert of_bare["mean_prediction"] == results["mean_prediction"]
     twice, from_two = evaluated(run, tmp_path / "two", bare, bare)
@@ -350,11 +355,52 @@ def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, opt
     assert twice["rows"] == 80 and of_bare["tenth_10_rows"] == 4
 
 
+# ---- a table with a schema
+
+
+def shares_of_unknown_ids(results):
+    prefix = "unknown_share_"
+    return {key.removeprefix(prefix): share for key, share in results.items() if key.startswith(prefix)}
+
+
+def test_unknown_ids_are_counted_in_all_rows_that_are_evaluated(tmp_path, capsys):
+    """Those of the prepared test rows as the preparation counted them; those of other ids with a warning."""
+    run, _, features = tabular_run(tmp_path, trained=False)
+    of_test = {name: one["unknown_share"]["test"] for name, one in features.items() if "unknown_share" in one}
+    own, predictions = evaluated(run, tmp_path / "own")
+    assert shares_of_unknown_ids(own) == of_test
+    assert of_test.keys() == {"user", "item", "seen"} and 0 < of_test["item"] < 0.5
+    said = capsys.readouterr().out
+    assert f"{100 * of_test['item']:.3f}" in said and "unknown ids, %" in said and "warning" not in said
+    frame, schema = pl.read_csv(tmp_path / "a.csv")[240:], str(tmp_path / "schema.py")
+    frame.with_columns(pl.col("item").cast(pl.Float64)).write_parquet(tmp_path / "floats.parquet")
+    same, from_floats = evaluated(run, tmp_path / "floats", tmp_path / "floats.parquet", schema=schema)
+    assert same == own and "warning" not in capsys.readouterr().out
+    equal(from_floats["logit"], predictions["logit"])
+    frame.drop("click").with_columns(pl.col("item") + 1000).write_csv(tmp_path / "others.csv")
+    others, _ = evaluated(run, tmp_path / "others", tmp_path / "others.csv", schema=schema)
+    assert shares_of_unknown_ids(others) == of_test | {"item": 1.0}
+    assert f"many ids are unknown: item (100.0 % in {tmp_path / 'others.csv'})." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("history", [None, "seen"])
+def test_ids_count_for_their_field_whether_pooled_or_not_and_with_weight_only(history):
+    table = {
+        "tables": {"user": 9, "item": 9},
+        "sparse": ["user", "item"],
+        "bags": {"seen": {"table": "item", "hots": 3}},
+    }
+    ids = {"sparse": np.array([[1, 0], [2, 1], [1, 1]]), "seen": np.array([[1, 2, 1], [5, -1, -1], [1, 1, 1]])}
+    batch = jaxrec.Batch(ids, np.zeros((3, 1)), np.zeros(3), np.array([1.0, 0.5, 0.0]))
+    found = evaluate.counted(spec_of(table, 4, 1, 0, history), batch)
+    assert {name: its.tolist() for name, its in found.items()} == {"user": [2, 1], "item": [1, 1], "seen": [4, 2]}
+
+
 def test_tenths_hold_all_rows_and_what_was_clicked():
     draw = np.random.default_rng(0)
     logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
     total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
-    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}))
+    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}, {}))
     of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
     assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
     assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
@@ -371,7 +417,7 @@ def test_a_weight_is_as_many_equal_rows(weight):
 
     def figures(logit, label, weight, user):
         total = evaluate.metrics.evaluate_batch(logit, label, weight)
-        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}))
+        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}, {}))
         parts = subsets.figures(logit, label, weight, {"user": user}, "user", ["user"], 0)
         return found | {key: value for key, value in parts.items() if not key.endswith(("examples", "counted"))}
 

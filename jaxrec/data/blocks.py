@@ -153,7 +153,7 @@ def _metadata(state, cardinalities):
         "options": state["options"],
         "sources": state["sources"],
         "texts": state["texts"],
-        **{key: state[key] for key in ("layout", "table") if key in state},
+        **{key: state[key] for key in ("layout", "table", "unknown_share") if key in state},
         "shard_bytes": shard_bytes(state),
     }
 

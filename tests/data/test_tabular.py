@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import gzip
 import hashlib
 import io
@@ -22,6 +23,8 @@ from strategies import examples
 from test_criteo import lines as criteo_lines
 from test_criteo import read_all as read_criteo
 
+from jaxrec.data import preparation
+from jaxrec.data.blocks import write_blocks
 from jaxrec.data.criteo import prepare as prepare_criteo
 from jaxrec.data.loader import Loader
 from jaxrec.data.tabular import (
@@ -144,8 +147,15 @@ def test_what_goes_in_comes_out(tmp_path, name):
         found, wanted = read_all(tmp_path / "out", part), expected(of["train"], mine)
         for column, place in (("user", 0), ("item", 1), ("when", 3)):
             assert found["sparse"][:, place].tolist() == wanted[column], column
+        for feature, place in (("user", 0), ("item", 1), ("tags", None), ("seen", None)):
+            ids = found["sparse"][:, place] if place is not None else found[feature]
+            share = metadata["table"]["features"][feature]["unknown_share"][part]
+            assert share == (ids == 1).sum() / (ids > 0).sum() and (feature != "user" or share > 0)
         for column in ("label", "weight", "dense", "tags", "seen"):
             np.testing.assert_allclose(found[column], wanted[column], rtol=1e-5, atol=1e-6, err_msg=column)
+    features = metadata["table"]["features"]
+    assert not [name for name in ("part", "when", "age") if "unknown_share" in features[name]]
+    assert {name: features[name]["most"] for name in ("tags", "seen")} == {"tags": 2, "seen": 3}
     hashed = read_all(tmp_path / "out", "train")["sparse"][:, 2]
     assert len(set(zip(hashed.tolist(), [r["part"] for r in of["train"]], strict=True))) == 3
     assert 1 <= hashed.min() and hashed.max() < 7
@@ -248,6 +258,7 @@ def test_histories_count_in_the_table_that_they_share(tmp_path):
     train = read_all(tmp_path / "out", "train")
     assert train["seen"].tolist() == [[1, 1, 2, 1], [1, -1, -1, -1], [-1] * 4, [1, 1, -1, -1]]
     assert train["sparse"][:, 0].tolist() == [1, 1, 2, 0] and train["tags"][1, :3].tolist() == [2, 1, -1]
+    assert metadata["table"]["features"]["seen"]["unknown_share"] == {"train": 6 / 7, "test": 5 / 5}
     assert Schema("y", features).features[1].min_count == 3
     assert metadata["options"]["schema"]["features"][1][1]["min_count"] == 3  # so that other counts are another schema
 
@@ -478,6 +489,25 @@ def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch
     assert digests(out) == digests(tmp_path / "undisturbed") and resumed == undisturbed
     for name in ("vocabulary.npz", "metadata.json", "dataset_info.json"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
+
+
+def test_unknown_ids_are_counted_once_over_interruptions(tmp_path, monkeypatch):
+    path, whole = write(tmp_path / "a.csv", table(160)), tmp_path / "whole"
+    wanted = prepare([path], whole, SCHEMA, **SMALL)
+    for shards in (1, len(digests(whole)) - 1):
+        left = [shards]
+
+        def full(*arguments, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "no space")
+            return write_blocks(*arguments)
+
+        monkeypatch.setattr(preparation, "write_blocks", full)
+        with pytest.raises(OSError, match="no space"):
+            prepare([path], tmp_path / f"{shards}", SCHEMA, **SMALL)
+        monkeypatch.setattr(preparation, "write_blocks", write_blocks)
+        assert prepare([path], tmp_path / f"{shards}", SCHEMA, **SMALL) == wanted
 
 
 def test_a_directory_is_of_one_schema_and_of_the_text_that_was_read(tmp_path):
