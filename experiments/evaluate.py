@@ -4,7 +4,7 @@
     python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
     python experiments/evaluate.py --run runs/a --path test.txt       rows without labels: predictions alone
     python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
-    python experiments/evaluate.py --run runs/a --path new.csv --schema schema.py     raw rows of a table of one's own
+    python experiments/evaluate.py --run runs/a --path new.csv        raw rows of a table of one's own
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
@@ -37,17 +37,18 @@ from main.trained import (
     table_directory,
     table_of_run,
     tested_on,
+    vocabularies_of,
 )
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
-from jaxrec.data.blocks import read_metadata
+from jaxrec.data.blocks import is_prepared, read_metadata
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
 from jaxrec.data.preparation import count_ids
-from jaxrec.data.tabular import raw
+from jaxrec.data.tabular import Vocabulary, raw, schema_of
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.files import atomic_write
+from jaxrec.files import atomic_write, local_path
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
@@ -68,9 +69,11 @@ class Config:
     """The --workdir of a run of train.py."""
     workdir: Path | None = None
     path: tuple[Path, ...] = ()
-    """Raw files, with or without labels, or one prepared directory; by default the run's own test set."""
+    """Raw files or a directory of them, with or without labels, or one prepared directory; by default the run's own
+    test set."""
     schema: str | None = None
-    """For raw files of a run of --data tabular: the schema with which its table was prepared."""
+    """For raw files of a run of --data tabular: its schema, if their text is written otherwise (separator, columns); by
+    default that of the prepared table."""
     split: Literal["test", "validation", "train"] = "test"
     """Part of a prepared directory; only tables with a schema have a validation set."""
     prepared: Path | None = None
@@ -78,7 +81,7 @@ class Config:
     replica: int | Literal["mean"] = "mean"
     """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
-    """A categorical field, such as the user: the mean AUC within its categories (GAUC)."""
+    """A field, such as the user: the mean AUC within its categories, or equal numbers (GAUC)."""
     segments: tuple[str, ...] = ()
     """Categorical fields: normalised entropy, AUC and calibration of each of their largest categories."""
     bootstrap: int = 0
@@ -97,6 +100,7 @@ class Examples(NamedTuple):
     labelled: bool
     words: str  # description for messages
     vocabularies: frozenset[str] = frozenset()  # fields whose unknown ids share row 1
+    table: Mapping[str, Any] | None = None  # metadata of the prepared table
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
@@ -108,7 +112,7 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
     directory, encoder = prepared_of(run, config.prepared)
     hashed = read_metadata(directory)["options"].get("hash_cap") is not None
     vocabularies = frozenset(() if hashed else run.image.tables)
-    if config.path and not config.path[0].is_dir():
+    if has_raw_files(config):
         labelled = has_labels(config.path)
         blocks = read_rows(config.path, encoder, labelled)
         return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), vocabularies)
@@ -120,6 +124,11 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
     directory = chosen(config, directory)
     rows = iter(Loader(open_split(directory, config.split), TEST_BATCH))
     return Examples(rows, True, f"{config.split} of {directory}", vocabularies)
+
+
+def has_raw_files(config: Config) -> bool:
+    """Whether --path names raw files, or a directory of them."""
+    return bool(config.path) and not is_prepared(local_path(config.path[0]))
 
 
 def chosen(config: Config, own: Path) -> Path:
@@ -134,16 +143,17 @@ def chosen(config: Config, own: Path) -> Path:
 def examples_of_table(config: Config, run: Trained) -> Examples:
     """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
     directory = table_directory(run, config.prepared)
-    vocabularies = with_vocabulary(table_of_run(run, directory))
-    if config.path and not config.path[0].is_dir():
-        schema = open_schema(config.schema)
+    table = table_of_run(run, directory)
+    own = with_vocabulary(table), table
+    if has_raw_files(config):
+        schema = open_schema(config.schema) if config.schema else schema_of(directory)
         labelled = raw.has_labels(config.path, schema)
         blocks = raw.read_rows(config.path, schema, directory, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), vocabularies)
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), *own)
     directory = chosen(config, directory)
     table_of_run(run, directory)
     rows = Loader(open_rows(directory, config.split), TEST_BATCH)
-    return Examples(iter(rows), True, f"{config.split} of {directory}", vocabularies)
+    return Examples(iter(rows), True, f"{config.split} of {directory}", *own)
 
 
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
@@ -214,7 +224,9 @@ def predict(
             labels.append(batch.label[counts].astype(np.uint8))
             weights.append(batch.weight[counts])
             ids = {name: ids[name] + its for name, its in counted(job.spec, batch).items() if name in ids}
-            kept.append({name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields).items()})
+            kept.append(
+                {name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields, examples.table).items()}
+            )
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
     columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
@@ -309,13 +321,21 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
     return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
 
 
-def finish(config: Config, run: Run, found: Predictions, step: int, words: str) -> dict[str, Any]:
-    """Write and show the figures of the rows that `words` describes; return the contents of results.json."""
+def finish(
+    config: Config, run: Run, found: Predictions, step: int, words: str, known: Mapping[str, Vocabulary]
+) -> dict[str, Any]:
+    """Write and show the figures; return the contents of results.json.
+
+    Args:
+      words: description of the rows.
+      known: {table: what its rows stand for}.
+    """
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
         of_parts = subsets.figures(found.logit, found.label, found.weight, found.fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
+        results |= subsets.names_of(results, config.segments, known)
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
@@ -330,13 +350,13 @@ def rules(config: Config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     return {
         f"--path {' '.join(map(str, config.path))}: a prepared directory stands alone, without other files.": (
-            len(config.path) > 1 and any(path.is_dir() for path in config.path)
+            len(config.path) > 1 and any(is_prepared(local_path(path)) for path in config.path)
         ),
         "--schema is for raw files of a table: give --path FILE as well.": (
-            config.schema is not None and (not config.path or config.path[0].is_dir())
+            config.schema is not None and not has_raw_files(config)
         ),
         f"--split {config.split} is of a prepared directory: raw files are evaluated whole.": (
-            config.split != "test" and config.path and not config.path[0].is_dir()
+            config.split != "test" and has_raw_files(config)
         ),
     }
 
@@ -361,8 +381,8 @@ def main(config: Config) -> dict[str, Any]:
     with stop_on_signals() as asked:
         # Check everything before creating the directory of the evaluation.
         job = job_of(trained, config.prepared)
-        refuse(subsets.refusals(job.spec, config.group, config.segments))
         examples = examples_of(config, trained, job)
+        refuse(subsets.refusals(job.spec, config.group, config.segments, examples.table))
         refuse(
             {
                 "--group, --segments and --bootstrap need labels, and these rows have none: leave them out.": (
@@ -374,7 +394,8 @@ def main(config: Config) -> dict[str, Any]:
         with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
             say(f"{image.path}, step {image.step}, on {examples.words}")
             found = predict(state, job, examples, asked, config.fields)
-            return finish(config, run, found, image.step, examples.words)
+            known = vocabularies_of(trained, config.prepared) if config.segments else {}
+            return finish(config, run, found, image.step, examples.words, known)
 
 
 def is_unfinished(workdir: Path | None) -> bool:

@@ -19,7 +19,8 @@ import optax
 import polars as pl
 import pytest
 from main import subsets
-from main.table_data import spec_of
+from main.table_data import spec_of, table_of
+from main.trained import open_run, vocabularies_of
 from trained_run import criteo_lines, criteo_run, synthetic_run, tabular_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
@@ -377,10 +378,14 @@ def test_unknown_ids_are_counted_in_all_rows_that_are_evaluated(tmp_path, capsys
     same, from_floats = evaluated(run, tmp_path / "floats", tmp_path / "floats.parquet", schema=schema)
     assert same == own and "warning" not in capsys.readouterr().out
     equal(from_floats["logit"], predictions["logit"])
-    frame.drop("click").with_columns(pl.col("item") + 1000).write_csv(tmp_path / "others.csv")
-    others, _ = evaluated(run, tmp_path / "others", tmp_path / "others.csv", schema=schema)
-    assert shares_of_unknown_ids(others) == of_test | {"item": 1.0}
-    assert f"many ids are unknown: item (100.0 % in {tmp_path / 'others.csv'})." in capsys.readouterr().out
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "_SUCCESS").touch()
+    for number in (1, 0):
+        others = frame[30 * number : 30 * (number + 1)].drop("click").with_columns(pl.col("item") + 1000)
+        others.write_csv(tmp_path / "parts" / f"part-{number}.csv")
+    others, predictions = evaluated(run, tmp_path / "others", tmp_path / "parts")  # by the schema of the preparation
+    assert shares_of_unknown_ids(others) == of_test | {"item": 1.0} and len(predictions["logit"]) == 60
+    assert f"many ids are unknown: item (100.0 % in {tmp_path / 'parts'})." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("history", [None, "seen"])
@@ -394,6 +399,38 @@ def test_ids_count_for_their_field_whether_pooled_or_not_and_with_weight_only(hi
     batch = jaxrec.Batch(ids, np.zeros((3, 1)), np.zeros(3), np.array([1.0, 0.5, 0.0]))
     found = evaluate.counted(spec_of(table, 4, 1, 0, history), batch)
     assert {name: its.tolist() for name, its in found.items()} == {"user": [2, 1], "item": [1, 1], "seen": [4, 2]}
+
+
+def test_segments_have_names_and_groups_may_be_numbers(tmp_path, capsys):
+    run, *_ = tabular_run(tmp_path, trained=False)
+    rows = pl.read_csv(tmp_path / "a.csv")[240:].with_columns(pl.col("item").cast(pl.String))
+    results, predictions = evaluated(run, tmp_path / "e", group="price", segments=("item", "age"))
+    wanted = group_auc(predictions["logit"], predictions["label"], rows["price"].fill_null(-1).to_numpy())
+    assert {key: results[key] for key in wanted} == wanted and wanted["groups_counted"] > 3
+    said, sizes = capsys.readouterr().out, dict(rows["item"].value_counts().iter_rows())
+    named = {key.split("_")[2]: name for key, name in results.items() if re.fullmatch("segment_item_[0-9]+_name", key)}
+    assert len(named) > 5 and named["1"] == "<unknown>"
+    for row, name in named.items():
+        assert re.search(rf"(?m)^{row} '{name}' ", said)
+        assert row == "1" or results[f"segment_item_{row}_examples"] == sizes[name]
+    assert {results[f"segment_age_{row}_name"] for row in range(4)} == {"<missing>", "below 18", "18 to 30", "from 30"}
+    # Columns that the rows do not keep, or of which they keep several values.
+    numbers, categories = "item, age, price; another column must be a", "item, age; another .* a Dense with buckets of"
+    for name, flags, rule in (
+        ("hour", {"group": "hour"}, numbers), ("seen", {"group": "seen"}, numbers),
+        ("price", {"segments": ("price",)}, categories),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is no field .* with one .*: give one of user, {rule}"):
+            evaluated(run, tmp_path / "refused", **flags)
+    history = spec_of(table_of(tmp_path / "prepared"), 4, 1, 0, "seen")  # DIN looks its steps up one by one
+    assert "seen" not in subsets.single_fields(history, table_of(tmp_path / "prepared"))
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="the prepared table of .* is not at .*--prepared DIR"):
+        evaluated(run, tmp_path / "gone")
+    assert vocabularies_of(open_run(run), tmp_path / "moved").keys() == {"user", "item", "age", "tag"}
+    (tmp_path / "moved" / "vocabulary.npz").unlink()  # the prepared rows and their ids do without
+    assert not vocabularies_of(open_run(run), tmp_path / "moved")
+    assert "rows have no names: " in capsys.readouterr().err
 
 
 def test_tenths_hold_all_rows_and_what_was_clicked():
@@ -476,6 +513,21 @@ def test_rows_of_a_table_are_exported_by_id(tmp_path):
     equal(exported(tmp_path / "c3.npz", run, table="C3")["value"], matrix)
     with_slots = exported(tmp_path / "slots.npz", run / "checkpoints", table="C3", optimizer=True)
     equal(with_slots["accumulator"], slots(state.tables, "C3"))
+
+
+def test_exported_rows_have_names_where_these_are_known(tmp_path, capsys):
+    run, *_ = tabular_run(tmp_path, trained=False)
+    most, _ = pl.read_csv(tmp_path / "a.csv")["item"].value_counts(sort=True).row(0)
+    found = exported(tmp_path / "a.npz", run, table="item", ids=(2, 0, 1))
+    assert found["names"].tolist() == [str(most), "<missing>", "<unknown>"] and found["ids"].tolist() == [2, 0, 1]
+    assert f"         2  '{most}'\n         0  '<missing>'\n" in capsys.readouterr().out
+    assert "names" not in exported(tmp_path / "b.npz", run / "checkpoints", table="item", ids=(2,))
+    assert "names" not in exported(tmp_path / "c.npz", run, table="tag", ids=(2,))  # it hashes
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    assert "names" not in exported(tmp_path / "d.npz", run, table="item", ids=(2,))
+    assert "rows have no names: the prepared table of " in capsys.readouterr().err
+    moved = exported(tmp_path / "e.npz", run, table="item", ids=(2,), prepared=tmp_path / "moved")
+    assert moved["names"].tolist() == [str(most)]
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(1 << 26, marks=pytest.mark.more)])

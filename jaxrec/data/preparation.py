@@ -24,6 +24,7 @@ import numpy as np
 from jaxrec.data.blocks import (
     DONE,
     METADATA,
+    PROGRESS,
     SPLITS,
     check_files,
     check_shards,
@@ -48,7 +49,7 @@ from jaxrec.data.sources import (
 )
 from jaxrec.files import Lock, make_directory, write_json
 
-PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
+VOCABULARY = "vocabulary.npz"
 # Tables may share a stack, whose rows are numbered by int32 and rounded up to a multiple of the number of shards.
 MOST_ROWS = 2**31 - 2**16
 COUNT_AGAIN = (

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrec.data.blocks import is_prepared
 from jaxrec.files import local_path
 
 CHUNK_BYTES = 16 << 20  # read at once, which bounds the memory of a preparation
@@ -42,16 +43,28 @@ class Chunk(NamedTuple):
 
 
 def local_files(sources: Sequence[str | Path]) -> list[Path]:
-    """Return the absolute paths of raw files."""
+    """Return the absolute paths of raw files; of a directory of part files, those of all parts, sorted by name."""
     if isinstance(sources, str | Path):
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
-    paths = [local_path(source) for source in sources]
+    paths = [path for source in sources for path in _parts(local_path(source))]
     if not paths:
         raise ValueError("sources is empty: give at least one raw file.")
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is expected.")
     return paths
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return a file itself, or the files of a directory without what Spark adds to them (_SUCCESS, .part-0.crc)."""
+    if not path.is_dir() or is_prepared(path):
+        return [path]
+    parts = sorted(part for part in path.iterdir() if not part.name.startswith((".", "_")))
+    inner = next((part for part in parts if part.is_dir()), None)
+    if inner is not None or not parts:
+        has = f"holds the directory {inner.name}" if inner else "has no files"
+        raise ValueError(f"{path} {has}: give raw files, or a directory that holds nothing else.")
+    return parts
 
 
 def is_gzip(path: Path) -> bool:

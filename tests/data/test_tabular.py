@@ -40,11 +40,14 @@ from jaxrec.data.tabular import (
     Schema,
     Sequence,
     open_table,
+    open_vocabularies,
     prepare,
     ready,
+    schema_of,
 )
 from jaxrec.data.tabular.raw import has_labels, read_rows
 from jaxrec.data.tabular.reading import read_pieces
+from jaxrec.data.tabular.schema import restored
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 2}
 NAMES = ("click", "user", "item", "price", "age", "tags", "seen", "when", "weight", "bought", "part")
@@ -646,12 +649,72 @@ def test_what_cannot_be_mapped_is_refused_by_name(prepared, tmp_path):
         has_labels([tmp_path / "empty.parquet"], OF_FILES)
 
 
+def test_vocabularies_tell_what_rows_stand_for_and_back(tmp_path):
+    """Rows as the preparation has given them, from and to what the file says, in every kind of table."""
+    rows = table(200)
+    prepare([write(tmp_path / "a.csv", rows)], tmp_path / "out", SCHEMA, **SMALL)
+    known, tables = open_vocabularies(tmp_path / "out"), ("user", "item", "part", "when")
+    assert known.keys() == {*tables, "tags"}
+    found = joined(read_rows([tmp_path / "a.csv"], SCHEMA, tmp_path / "out"))
+    texts = lambda name: [given_(row[name]) or None for row in rows]
+    for column, name in enumerate(tables):
+        np.testing.assert_array_equal(known[name].encode(texts(name)), found["sparse"][:, column], err_msg=name)
+    assert known["item"].decode(found["sparse"][:, 1]) == texts("item")
+    named = known["user"].decode(found["sparse"][:, 0])
+    assert all(name in (user, "<unknown>") for name, user in zip(named, texts("user"), strict=True))
+    assert None in named and "<unknown>" in named and (known["user"].encode(named) == found["sparse"][:, 0]).all()
+    assert known["when"].decode([0, 1, 2, 3, -1]) == [None, "below 3", "3 to 7.5", "from 7.5", None]
+    tags = [[*filter(None, given_(row["tags"]).split(";")), None, None][:2] for row in rows]
+    assert [known["tags"].decode(row) for row in found["tags"]] == tags
+    with pytest.raises(ValueError, match="the table 'part' hashes: a row of it stands for many"):
+        known["part"].decode([1])
+    prepare([write(tmp_path / "b.csv", table(200, 1))], tmp_path / "other", SCHEMA, **SMALL)
+    (tmp_path / "other" / "vocabulary.npz").replace(tmp_path / "out" / "vocabulary.npz")
+    with pytest.raises(ValueError, match="vocabulary.npz is of another preparation"):
+        open_vocabularies(tmp_path / "out")
+
+
+def test_a_directory_of_part_files_is_its_files_by_name(tmp_path):
+    rows, parts = table(90), tmp_path / "parts"
+    parts.mkdir()
+    for number in (1, 0):
+        write(parts / f"part-{number}.csv", rows[45 * number : 45 * (number + 1)])
+    (parts / "_SUCCESS").touch()
+    (parts / ".part-0.csv.crc").write_bytes(b"crc")
+    prepare([write(tmp_path / "whole.csv", rows)], tmp_path / "a", SCHEMA, **SMALL)
+    prepare([parts], tmp_path / "b", SCHEMA, **SMALL)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert has_labels([parts], SCHEMA) and len(joined(read_rows([parts], SCHEMA, tmp_path / "b"))["label"]) == 90
+    for place, rule in (("b", "b is no file: give raw files"), ("none", "none has no files"), ("", "holds the direc")):
+        (tmp_path / "none").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=rule):
+            prepare([tmp_path / place], tmp_path / "c", SCHEMA)
+
+
+@pytest.mark.parametrize("split", [split for split, _ in SPLITS.values()] + [AtRandom(0.6, 0.2, 3), SPLIT])
+def test_a_prepared_table_knows_its_schema(tmp_path, split):
+    schema = dataclasses.replace(SCHEMA, split=split, columns=(*NAMES, "day"), separator="\t", quote=False)
+    assert restored(json.loads(json.dumps(schema.described()))) == schema
+    if split is SPLIT:
+        prepare([write(tmp_path / name, table(30, seed)) for seed, name in enumerate(("a.csv", "b.csv"))],
+                tmp_path / "out", OF_FILES)  # fmt: skip
+        assert schema_of(tmp_path / "out") == OF_FILES
+        prepare_criteo([write_criteo(tmp_path, 30)], tmp_path / "criteo")
+        with pytest.raises(ValueError, match="holds Criteo rows, prepared without a schema"):
+            schema_of(tmp_path / "criteo")
+
+
+def write_criteo(directory, rows):
+    path = directory / "train.txt"
+    path.write_text("\n".join(criteo_lines(rows)) + "\n")
+    return path
+
+
 # ---- ready-made schemas, and schemas that contradict themselves
 
 
 def test_criteo_by_its_schema_is_criteo_by_its_own_preparation(tmp_path):
-    path = tmp_path / "train.txt"
-    path.write_text("\n".join(criteo_lines(300)) + "\n")
+    path = write_criteo(tmp_path, 300)
     own = prepare_criteo([path], tmp_path / "a")
     ours = prepare([path], tmp_path / "b", ready.CRITEO)
     assert own["rows"] == ours["rows"] and own["cardinalities"] == ours["cardinalities"]

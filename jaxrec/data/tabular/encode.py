@@ -87,6 +87,13 @@ def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Id
     return found
 
 
+def rows_of(ids: Ids, texts: Any) -> np.ndarray:
+    """Return the row of each string of a series, 0 where it is null, i32[n]."""
+    there, found = texts.is_not_null().to_numpy(), np.full(len(texts), MISSING, np.int32)
+    found[there] = ids(texts.drop_nulls())
+    return found
+
+
 def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, int]:
     """Return {table: number of rows}, in the order of the features."""
     rows = {}
@@ -99,14 +106,23 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
     return rows
 
 
-def categories(series: Any) -> Any:
+def categories(series: Any, absent: Iterable[str]) -> Any:
     """Return a series as strings, in which whole numbers have no decimals, and null is missing.
 
     A column of integers becomes one of floats in pandas as soon as a value is missing, in Parquet and in text: 12.0 is
     the same category as 12.
+
+    Args:
+      absent: texts that stand for no category.
     """
     import polars as pl
 
+    texts = _texts(pl, series)
+    nothing = texts.is_in([*absent]).fill_null(False)
+    return texts.set(nothing, None) if nothing.any() else texts
+
+
+def _texts(pl, series):
     if series.dtype.is_float():
         whole = (series.is_finite() & (series == series.round()) & (series.abs() < 2.0**63)).fill_null(False)
         return (
@@ -131,8 +147,8 @@ def flattened(bag: Bag, series: Any, absent: Iterable[str]) -> tuple[np.ndarray,
     many = listed.list.len().fill_null(0).to_numpy().astype(np.int64)
     # An empty list would explode to a null.
     values = listed.filter(pl.Series(many > 0)).explode() if many.any() else pl.Series([], dtype=pl.String)
-    values, row = categories(values), np.repeat(np.arange(len(many)), many)
-    there = values.is_not_null() & ~values.is_in([*absent]).fill_null(True)
+    values, row = categories(values, absent), np.repeat(np.arange(len(many)), many)
+    there = values.is_not_null()
     if not there.all():
         values, row = values.filter(there), row[there.to_numpy()]
         many = np.bincount(row, minlength=len(many))
@@ -169,6 +185,12 @@ def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> 
     return np.where(np.isnan(values), feature.missing, np.clip(values, -limit, limit)).astype(np.float32)
 
 
+def buckets(feature: Dense, values: np.ndarray) -> np.ndarray:
+    """Return the row of each number f64[n] of a feature with buckets, i32[n]."""
+    bucket = 1 + np.searchsorted(np.array(feature.buckets), values, side="right")
+    return np.where(np.isnan(values), MISSING, bucket).astype(np.int32)
+
+
 def arrays(
     schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
 ) -> dict[str, np.ndarray]:
@@ -201,12 +223,6 @@ def arrays(
 
 
 def _single(feature, frame, ids_of) -> np.ndarray:
-    if is_bucketed(feature):
-        column = frame[f"n:{feature.column}"].to_numpy()
-        bucket = 1 + np.searchsorted(np.array(feature.buckets), column, side="right")
-        return np.where(np.isnan(column), MISSING, bucket).astype(np.int32)
-    series = frame[f"c:{feature.column}"]
-    there = series.is_not_null()
-    ids = np.full(len(series), MISSING, np.int32)
-    ids[there.to_numpy()] = ids_of[feature.column](series.drop_nulls())
-    return ids
+    if not is_bucketed(feature):
+        return rows_of(ids_of[feature.column], frame[f"c:{feature.column}"])
+    return buckets(feature, frame[f"n:{feature.column}"].to_numpy())

@@ -261,9 +261,7 @@ def _categories(pl, series, absent: Sequence[str], piece: Piece, role: str):
     series = _checked(pl, series, piece, role)
     if isinstance(series.dtype, pl.List | pl.Array):
         return series.cast(pl.List(series.dtype.inner))
-    texts = categories(series)
-    nothing = texts.is_in([*absent]).fill_null(False)
-    return texts.set(nothing, None) if nothing.any() else texts
+    return categories(series, absent)
 
 
 def _checked(pl, series, piece: Piece, role: str):

@@ -13,14 +13,14 @@ A vocabulary maps missing categories to row 0, all rare ones to row 1, and the o
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
 from jaxrec.bounds import real_number, whole_number
 from jaxrec.data.preparation import MOST_ROWS
-from jaxrec.data.tabular.splits import ByColumn, ByRows, ByTime, Split, texts
+from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime, Split, texts
 
 MISSING, RARE, FIRST_ROW = 0, 1, 2
 WHOLE = r"^([+-]?[0-9]+)\.0+$"  # a whole number with decimals, as pandas writes integers of which one is missing
@@ -238,6 +238,25 @@ class Schema:
             name: [[type(one).__name__, _listed(dataclasses.asdict(one))] for one in many]
             for name, many in kinds.items()
         }
+
+
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (Label, Categorical, MultiHot, Sequence, Dense, ByRows, AtRandom, ByTime, ByColumn, ByFile)
+}
+
+
+def restored(described: Mapping[str, Any]) -> Schema:
+    """Return the schema that `Schema.described` describes, without `gather`.
+
+    >>> schema = Schema("y", [Categorical("item"), Sequence("seen", share="item"), Dense("age", buckets=(18, 30))])
+    >>> restored(schema.described()) == schema
+    True
+    """
+    made = {
+        name: [_KINDS[kind](**fields) for kind, fields in described[name]] for name in ("label", "features", "split")
+    }
+    return Schema(**{**described, **made, "split": made["split"][0]})
 
 
 def is_bucketed(feature: Feature) -> bool:
