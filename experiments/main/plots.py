@@ -360,7 +360,8 @@ TABLE = {
     ],
     "Validation, at the last evaluation": _evaluated("validation"),
     "Training": [
-        Line("steps", "steps"), Line("examples", "examples"), Line("train_seconds", "time, with compilation", "s"),
+        Line("steps", "steps"), Line("batch_size", "batch size"), Line("examples", "examples"),
+        Line("train_seconds", "time, with compilation", "s"),
         Line("examples_per_s", "examples/s, with compilation"),
     ],
     "Techniques": [

@@ -287,5 +287,7 @@ class Recorder:
     def results(self) -> dict[str, Any]:
         """Return the part of results.json about training."""
         last = self.history[-1]
-        results = {"steps": last["step"]} | {key: last[key] for key in last if key not in _NOT_OF_RESULTS}
+        results = {"steps": last["step"], "batch_size": self.data.batch_size} | {
+            key: last[key] for key in last if key not in _NOT_OF_RESULTS
+        }
         return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

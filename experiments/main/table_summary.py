@@ -138,22 +138,26 @@ def warnings_of(unknown: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"warning: many ids are unknown: {named}. {causes}"] if named else []
 
 
-def finding(metadata: Mapping[str, Any]) -> str:
-    """Return the title of the plot of a prepared table.
+def finding(metadata: Mapping[str, Any], shown: int = _SHOWN) -> str:
+    """Return the title of the plot of a prepared table, which has at most `shown` of its columns.
 
     >>> table = {"labels": ["click"], "label_over_time": [[0, 4, 0.25], [4, 4, 0.5]], "features": {
     ...     "user": {"missing_share": 0.5, "table_rows": 3}, "age": {"missing_share": 0.125}}}
     >>> finding({"rows": {"train": 4, "test": 4}, "table": table})
     "8 rows; user is missing most, 50.0 %; the mean of 'click' goes from 0.2500 to 0.5000"
+    >>> finding({"rows": {"train": 4, "test": 4}, "table": table}, shown=1)[-42:]
+    '0.5000; drawn are the first 1 of 2 columns'
     """
     table = metadata["table"]
+    columns = len(table["features"])
+    only = f"; drawn are the first {shown} of {columns} columns" if shown < columns else ""
     share = {name: one["missing_share"] for name, one in table["features"].items()}
     most = max(share, key=share.__getitem__)
     missing = f"{most} is missing most, {100 * share[most]:.1f} %" if share[most] else "nothing is missing"
     means = [mean for _, _, mean in table["label_over_time"]]
     return (
         f"{sum(metadata['rows'].values()):,} rows; {missing}; the mean of {table['labels'][0]!r} goes from "
-        f"{means[0]:.4f} to {means[-1]:.4f}"
+        f"{means[0]:.4f} to {means[-1]:.4f}{only}"
     )
 
 
