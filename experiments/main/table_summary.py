@@ -31,7 +31,7 @@ def open_schema(name: str | None) -> Schema:
         raise ValueError(f"--schema {name} is no file, and none of the schemas that are ready: {', '.join(READY)}.")
     found: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(path.read_text(), str(path), "exec"), found)
+        exec(compile(path.read_bytes(), str(path), "exec"), found)  # bytes, which may begin with a byte-order mark
     except Exception as error:  # a user's file may raise anything
         raise ValueError(f"{path}{_line_of(path, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(found.get("schema"), Schema):
