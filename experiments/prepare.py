@@ -3,6 +3,7 @@
 python experiments/prepare.py --sources train.txt --directory criteo.prepared
 python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
 python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
+python experiments/prepare.py --schema schema.py --sources parts/ --directory mine.prepared
 python experiments/prepare.py --schema movielens_1m --sources ratings.dat users.dat movies.dat --directory ml.prepared
 python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
 
@@ -42,7 +43,8 @@ class Config:
     """Flags; see `jaxrec.data.criteo.prepare` and, with --schema, `jaxrec.data.tabular.prepare`."""
 
     sources: tuple[Path, ...]
-    """Raw files in time order, plain or .gz; with --schema CSV, other text, Parquet, or one tfds:NAME."""
+    """Raw files in time order, plain or .gz, or a directory of part files, sorted by name; with --schema CSV, other
+    text, Parquet, or one tfds:NAME."""
     directory: Path
     schema: str | None = None
     """A Python file with a schema, or the name of a built-in one; Criteo's raw files need none."""
