@@ -193,7 +193,7 @@ def test_lists_numbers_and_moments_of_parquet_are_read_as_they_are(tmp_path):
 NUMBERED = Schema(
     label="y", features=[Categorical("item", 1), MultiHot("tags", min_count=1), Sequence("seen", last=3, share="item"),
                          Dense("x", standardise=True), Dense("z", buckets=(2.5,)), Categorical("hashed", hash_cap=99)],
-    missing=("-1",),
+    missing=("-1.0",),
 )  # fmt: skip
 
 

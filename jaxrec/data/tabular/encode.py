@@ -117,21 +117,12 @@ def categories(series: Any, absent: Iterable[str]) -> Any:
     """
     import polars as pl
 
-    texts = _texts(pl, series)
-    nothing = texts.is_in([*absent]).fill_null(False)
-    return texts.set(nothing, None) if nothing.any() else texts
-
-
-def _texts(pl, series):
-    if series.dtype.is_float():
-        whole = (series.is_finite() & (series == series.round()) & (series.abs() < 2.0**63)).fill_null(False)
-        return (
-            series.fill_nan(None).cast(pl.String).zip_with(~whole, series.cast(pl.Int64, strict=False).cast(pl.String))
-        )
     texts = series.cast(pl.String)
     # A regular expression takes ten times as long as these two, and few columns need it.
-    some = texts.filter(texts.str.ends_with("0")).str.contains(".", literal=True).any()
-    return texts.str.replace(WHOLE, "${1}") if some else texts
+    if texts.filter(texts.str.ends_with("0")).str.contains(".", literal=True).any():
+        texts = texts.str.replace(WHOLE, "${1}")
+    nothing = texts.is_in([*absent]).fill_null(False)
+    return texts.set(nothing, None) if nothing.any() else texts
 
 
 def flattened(bag: Bag, series: Any, absent: Iterable[str]) -> tuple[np.ndarray, Any]:
