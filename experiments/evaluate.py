@@ -4,7 +4,7 @@
     python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
     python experiments/evaluate.py --run runs/a --path test.txt       rows without labels: predictions alone
     python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
-    python experiments/evaluate.py --run runs/a --path new.csv --schema schema.py     raw rows of a table of one's own
+    python experiments/evaluate.py --run runs/a --path new.csv        raw rows of a table of one's own
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
@@ -16,7 +16,7 @@ else the last, from the newest whole image; the run may still be training. A hun
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,8 +26,8 @@ from main import subsets
 from main.cli import Figure, Run, command_line, grid, listing, plot, refuse, say
 from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
-from main.table_data import open_rows
-from main.table_summary import open_schema
+from main.table_data import open_rows, with_vocabulary
+from main.table_summary import open_schema, warnings_of
 from main.trained import (
     State,
     Trained,
@@ -38,19 +38,23 @@ from main.trained import (
     table_directory,
     table_of_run,
     tested_on,
+    vocabularies_of,
     words_of,
 )
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
+from jaxrec.data.blocks import is_prepared, read_metadata
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
-from jaxrec.data.tabular import raw
-from jaxrec.files import atomic_write
+from jaxrec.data.preparation import count_ids
+from jaxrec.data.tabular import Vocabulary, raw, schema_of
+from jaxrec.embedding import EmbeddingSpec
+from jaxrec.files import atomic_write, local_path
 from jaxrec.loop import planned
 from jaxrec.types import Batch, TrainState
 
-TENTHS, SYNTHETIC_EXAMPLES = 10, 50 * TEST_BATCH
+TENTHS, SYNTHETIC_EXAMPLES, MOST_UNKNOWN = 10, 50 * TEST_BATCH, 10
 TABLE = {
     "Rows": ["rows", "step"],
     "Quality": ["auc", "log_loss", "normalized", "calibration"],
@@ -67,9 +71,11 @@ class Config:
     """The --workdir of a run of train.py."""
     workdir: Path | None = None
     path: tuple[Path, ...] = ()
-    """Raw files, with or without labels, or one prepared directory; by default the run's own test set."""
+    """Raw files or a directory of them, with or without labels, or one prepared directory; by default the run's own
+    test set."""
     schema: str | None = None
-    """For raw files of a run of --data tabular: the schema with which its table was prepared."""
+    """For raw files of a run of --data tabular: its schema, if their text is written otherwise (separator, columns); by
+    default that of the prepared table."""
     split: Literal["test", "validation", "train"] = "test"
     """Part of a prepared directory; only tables with a schema have a validation set."""
     prepared: Path | None = None
@@ -79,7 +85,7 @@ class Config:
     replica: int | Literal["mean"] = "mean"
     """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
-    """A categorical field, such as the user: the mean AUC within its categories (GAUC)."""
+    """A field, such as the user: the mean AUC within its categories, or equal numbers (GAUC)."""
     segments: tuple[str, ...] = ()
     """Categorical fields: normalised entropy, AUC and calibration of each of their largest categories."""
     bootstrap: int = 0
@@ -97,6 +103,8 @@ class Examples(NamedTuple):
     batches: Iterator[Batch]
     labelled: bool
     words: str  # description for messages
+    vocabularies: frozenset[str] = frozenset()  # fields whose unknown ids share row 1
+    table: Mapping[str, Any] | None = None  # metadata of the prepared table
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
@@ -105,21 +113,26 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
         return Examples(synthetic_test(run, job), True, "its own synthetic test set")
     if run.config["data"] == "tabular":
         return examples_of_table(config, run)
-    if config.path and not config.path[0].is_dir():
-        labelled = has_labels(config.path)
-        _, encoder = prepared_of(run, config.prepared)
-        blocks = read_rows(config.path, encoder, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
     directory, encoder = prepared_of(run, config.prepared)
+    hashed = read_metadata(directory)["options"].get("hash_cap") is not None
+    vocabularies = frozenset(() if hashed else run.image.tables)
+    if has_raw_files(config):
+        labelled = has_labels(config.path)
+        blocks = read_rows(config.path, encoder, labelled)
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), vocabularies)
     if config.path and open_encoder(config.path[0]).digest != encoder.digest:
         raise ValueError(
             f"{config.path[0]} was prepared with another vocabulary than {directory}, from which {run.directory} was "
             "trained, so that its ids mean other categories: give the raw files, which are mapped as the run's were."
         )
     directory = chosen(config, directory)
-    return Examples(
-        iter(Loader(open_split(directory, config.split), TEST_BATCH)), True, f"{config.split} of {directory}"
-    )
+    rows = iter(Loader(open_split(directory, config.split), TEST_BATCH))
+    return Examples(rows, True, f"{config.split} of {directory}", vocabularies)
+
+
+def has_raw_files(config: Config) -> bool:
+    """Whether --path names raw files, or a directory of them."""
+    return bool(config.path) and not is_prepared(local_path(config.path[0]))
 
 
 def chosen(config: Config, own: Path) -> Path:
@@ -133,16 +146,18 @@ def chosen(config: Config, own: Path) -> Path:
 
 def examples_of_table(config: Config, run: Trained) -> Examples:
     """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
-    if config.path and not config.path[0].is_dir():
-        directory, schema = table_directory(run, config.prepared), open_schema(config.schema)
-        table_of_run(run, directory)
+    directory = table_directory(run, config.prepared)
+    table = table_of_run(run, directory)
+    own = with_vocabulary(table), table
+    if has_raw_files(config):
+        schema = open_schema(config.schema) if config.schema else schema_of(directory)
         labelled = raw.has_labels(config.path, schema)
         blocks = raw.read_rows(config.path, schema, directory, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)))
-    directory = chosen(config, table_directory(run, config.prepared))
+        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), *own)
+    directory = chosen(config, directory)
     table_of_run(run, directory)
     rows = Loader(open_rows(directory, config.split), TEST_BATCH)
-    return Examples(iter(rows), True, f"{config.split} of {directory}")
+    return Examples(iter(rows), True, f"{config.split} of {directory}", *own)
 
 
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
@@ -189,6 +204,7 @@ class Predictions(NamedTuple):
     weight: np.ndarray  # f32[n], above 0
     total: metrics.Evaluation  # meaningful with labels only; accumulated batch by batch, as in training
     fields: dict[str, np.ndarray]  # {requested field: i32[n]}
+    unknown: dict[str, float]  # {field with a vocabulary: share of unknown ids}
 
     @property
     def probability(self) -> np.ndarray:
@@ -202,6 +218,7 @@ def predict(
     """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
     step, total = job.eval_step(), metrics.empty_evaluation()
     logits, labels, weights, kept = [], [], [], []
+    ids: dict[str, Any] = dict.fromkeys(sorted(examples.vocabularies), 0)
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
@@ -210,12 +227,29 @@ def predict(
             logits.append(found[counts])
             labels.append(batch.label[counts].astype(np.uint8))
             weights.append(batch.weight[counts])
-            kept.append({name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields).items()})
+            ids = {name: ids[name] + its for name, its in counted(job.spec, batch).items() if name in ids}
+            kept.append(
+                {name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields, examples.table).items()}
+            )
     if not logits:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
     columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
     label = np.concatenate(labels) if examples.labelled else None
-    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns)
+    unknown = {name: float(rare / max(given, 1)) for name, (given, rare) in ids.items()}
+    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns, unknown)
+
+
+def counted(spec: EmbeddingSpec, batch: Batch) -> dict[str, np.ndarray]:
+    """Return {field: number of ids in a batch, and of those in row 1, i64[2]}."""
+    found: dict[str, np.ndarray] = {}
+    for name, lookup in spec.lookups.items():
+        ids = np.asarray(batch.ids[name])
+        counts = count_ids(ids.reshape(len(ids), -1)[batch.weight > 0])
+        if isinstance(lookup.tables, str):
+            found[name] = counts.sum(axis=1)
+        else:
+            found |= dict(zip(lookup.tables, counts.T, strict=True))
+    return found
 
 
 def figures(found: Predictions) -> dict[str, Any]:
@@ -227,6 +261,7 @@ def figures(found: Predictions) -> dict[str, Any]:
         results |= {key: quality[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
         results |= {"mean_label": quality["label_mean"]}
     results |= {"mean_prediction": float(np.average(probability, weights=weight))}
+    results |= {f"unknown_share_{name}": share for name, share in found.unknown.items()}
     order = np.argsort(probability, kind="stable")
     for number, rows in enumerate(np.array_split(order, min(TENTHS, len(order))), 1):
         predicted = float(np.average(probability[rows], weights=weight[rows]))
@@ -257,9 +292,26 @@ def table(results: dict[str, Any]) -> str:
     columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
     if "auc" in results:
         columns |= {"clicked": "tenth_{}_clicked", "predicted / clicked": "tenth_{}_calibration"}
-    overall = {key: value for key, value in results.items() if not key.startswith(("tenth_", "segment_"))}
+    apart = ("tenth_", "segment_", "unknown_share_")
+    overall = {key: value for key, value in results.items() if not key.startswith(apart)}
     tenths_of = grid(results, "tenth, by prediction", tenths, columns)
     return f"{listing(overall, TABLE)}\n\n{tenths_of}"
+
+
+def table_of_unknown(unknown: Mapping[str, float], where: str) -> str:
+    """Format the shares of unknown ids, the largest first, and a warning if there are many.
+
+    >>> print(table_of_unknown({"user": 0.0, "item": 0.125}, "a.csv"))
+    field  unknown ids, %
+    item            12.50
+    user             0.00
+    """
+    most = sorted(unknown, key=lambda name: -unknown[name])[:MOST_UNKNOWN]
+    cells = {f"share_{place}": unknown[name] for place, name in enumerate(most)}
+    of = f", {MOST_UNKNOWN} of {len(unknown)}" if len(unknown) > MOST_UNKNOWN else ""
+    rows = {name: str(place) for place, name in enumerate(most)}
+    found = grid(cells, f"field{of}", rows, {"unknown ids, %": ("share_{}", 100)}) if most else ""
+    return "\n".join(filter(None, [found, *warnings_of({name: {where: share} for name, share in unknown.items()})]))
 
 
 def draw(path: Path, results: dict[str, Any]) -> bool:
@@ -273,19 +325,28 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
     return plot(path, {"share of clicks": lines}, "mean prediction of the tenth", title)
 
 
-def finish(config: Config, run: Run, found: Predictions, step: int) -> dict[str, Any]:
-    """Write and show the figures; return the contents of results.json."""
+def finish(
+    config: Config, run: Run, found: Predictions, step: int, words: str, known: Mapping[str, Vocabulary]
+) -> dict[str, Any]:
+    """Write and show the figures; return the contents of results.json.
+
+    Args:
+      words: description of the rows.
+      known: {table: what its rows stand for}.
+    """
     results = {"step": step, **figures(found)}
     if found.label is not None:
         asked = config.group, config.segments, config.bootstrap
         of_parts = subsets.figures(found.logit, found.label, found.weight, found.fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
+        results |= subsets.names_of(results, config.segments, known)
     labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
     if found.label is not None:
         draw(run.directory / "calibration.png", results)
-    run.close(results, "\n\n".join(filter(None, [table(results), subsets.tables(results, config.segments)])))
+    tables = [table(results), subsets.tables(results, config.segments), table_of_unknown(found.unknown, words)]
+    run.close(results, "\n\n".join(filter(None, tables)))
     return results
 
 
@@ -293,13 +354,13 @@ def rules(config: Config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     return {
         f"--path {' '.join(map(str, config.path))}: a prepared directory stands alone, without other files.": (
-            len(config.path) > 1 and any(path.is_dir() for path in config.path)
+            len(config.path) > 1 and any(is_prepared(local_path(path)) for path in config.path)
         ),
         "--schema is for raw files of a table: give --path FILE as well.": (
-            config.schema is not None and (not config.path or config.path[0].is_dir())
+            config.schema is not None and not has_raw_files(config)
         ),
         f"--split {config.split} is of a prepared directory: raw files are evaluated whole.": (
-            config.split != "test" and config.path and not config.path[0].is_dir()
+            config.split != "test" and has_raw_files(config)
         ),
     }
 
@@ -324,8 +385,8 @@ def main(config: Config) -> dict[str, Any]:
     with stop_on_signals() as asked:
         # Check everything before creating the directory of the evaluation.
         job = job_of(trained, config.prepared)
-        refuse(subsets.refusals(job.spec, config.group, config.segments))
         examples = examples_of(config, trained, job)
+        refuse(subsets.refusals(job.spec, config.group, config.segments, examples.table))
         refuse(
             {
                 "--group, --segments and --bootstrap need labels, and these rows have none: leave them out.": (
@@ -336,7 +397,9 @@ def main(config: Config) -> dict[str, Any]:
         state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)
         with Run("evaluate", config, config.workdir, resume=is_unfinished(config.workdir)) as run:
             say(f"{words_of(image)}, on {examples.words}")
-            return finish(config, run, predict(state, job, examples, asked, config.fields), image.step)
+            found = predict(state, job, examples, asked, config.fields)
+            known = vocabularies_of(trained, config.prepared) if config.segments else {}
+            return finish(config, run, found, image.step, examples.words, known)
 
 
 def is_unfinished(workdir: Path | None) -> bool:

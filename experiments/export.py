@@ -7,9 +7,10 @@
     python experiments/export.py --run runs/a --all --state last --to last.npz       of the last state, not the best
     python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
 
-Ids are rows of the table, numbered by the run's vocabulary or hashing. --run takes a run directory, an image directory
-or one image; of a run that keeps its best state (--patience, --monitor) that one is exported. Memory: the largest table
-plus one shard. An image from a file written with --optimizer can be trained further; without it, it can only predict.
+Ids are rows of the table, numbered by the run's vocabulary or hashing. If the run was trained on a table with a schema,
+the names of --ids are shown, and are in the file. --run takes a run directory, an image directory or one image; of a
+run that keeps its best state (--patience, --monitor) that one is exported. Memory: the largest table plus one shard. An
+image from a file written with --optimizer can be trained further; without it, it can only predict.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ import numpy as np
 import tyro
 from main.cli import command_line, refuse, say
 from main.signals import stop_on_signals
-from main.trained import State, images_directory, words_of
+from main.trained import State, images_directory, open_run, vocabularies_of, words_of
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, Image, Snapshot, deltas, read_manifest, spec_of, write_image
 from jaxrec.checkpoint.format import is_intact, leaves_of, load_arrays
@@ -53,6 +54,8 @@ class Config:
     """Name of a table, such as C3."""
     ids: tuple[int, ...] = ()
     """Rows of that table; all if none is given."""
+    prepared: Path | None = None
+    """For the names of --ids: current location of the run's prepared directory, if it has moved."""
     all: bool = False
     """All tables and all dense weights."""
     optimizer: bool = False
@@ -66,7 +69,11 @@ class Config:
 
 
 def export_table(config: Config, found: list[Image], to: Path) -> str:
-    """Write a table or some of its rows: `value`, slots if requested, and `ids` if given; return a description."""
+    """Write a table or some of its rows: `value`, slots if requested, `ids` if given, and their `names` if known.
+
+    Returns:
+      A description.
+    """
     assert config.table is not None
     image, ids = found[-1], np.asarray(config.ids, np.int64)
     spec = spec_of(image)
@@ -79,9 +86,24 @@ def export_table(config: Config, found: list[Image], to: Path) -> str:
             {f"--ids {wrong[:3].tolist()} are no rows of {config.table}, whose ids run from 0 to {last}.": len(wrong)}
         )
         rows = {"ids": ids, **{part: array[ids] for part, array in rows.items()}}
+        if names := names_of(config):
+            rows |= {"names": np.array(names)}
+            say("\n".join(f"{row:>10}  {name!r}" for row, name in zip(config.ids, names, strict=True)))
     with atomic_write(to) as partial, open(partial, "wb") as file:
         np.savez(file, allow_pickle=False, **rows)
     return f"{len(rows['value'])} rows of {config.table}: {', '.join(rows)}"
+
+
+def names_of(config: Config) -> list[str]:
+    """Return what the rows of --ids stand for; nothing if that is not known, as where a table hashes."""
+    assert config.run_directory is not None
+    if not (local_path(config.run_directory) / "config.json").exists():
+        return []  # images alone
+    try:
+        known = vocabularies_of(open_run(config.run_directory), config.prepared)
+        return [name or "<missing>" for name in known[config.table or ""].decode(config.ids)]
+    except (KeyError, ValueError):
+        return []
 
 
 def parts_of(image: Image, table: str, optimizer: bool) -> list[str]:
@@ -303,6 +325,9 @@ def rules(config: Config) -> dict[str, object]:
         ),
         f"--state {config.state} is of a run, and --run {config.run_directory} is no run's directory: leave it out.": (
             config.state and config.run_directory and not (config.run_directory / "config.json").exists()
+        ),
+        f"--prepared {config.prepared} is for the names of --ids: give --table NAME --ids N, or leave it out.": (
+            config.prepared is not None and not config.ids
         ),
         "--ids are rows of one table: give --table NAME, or leave them out.": config.ids and config.table is None,
         f"--to {config.to} must end in .npz, as what it will be.": config.to and config.to.suffix != ".npz",

@@ -3,6 +3,7 @@
 python experiments/prepare.py --sources train.txt --directory criteo.prepared
 python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
 python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
+python experiments/prepare.py --schema schema.py --sources parts/ --directory mine.prepared
 python experiments/prepare.py --schema movielens_1m --sources ratings.dat users.dat movies.dat --directory ml.prepared
 python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
 
@@ -42,7 +43,8 @@ class Config:
     """Flags; see `jaxrec.data.criteo.prepare` and, with --schema, `jaxrec.data.tabular.prepare`."""
 
     sources: tuple[Path, ...]
-    """Raw files in time order, plain or .gz; with --schema CSV, other text, Parquet, or one tfds:NAME."""
+    """Raw files in time order, plain or .gz, or a directory of part files, sorted by name; with --schema CSV, other
+    text, Parquet, or one tfds:NAME."""
     directory: Path
     schema: str | None = None
     """A Python file with a schema, or the name of a built-in one; Criteo's raw files need none."""
@@ -81,7 +83,7 @@ def _prepared() -> str:
     """Prepare the sources; return the text to print."""
     # Imported here, after the signal handler is set: the imports take seconds.
     import tyro
-    from main.table_summary import Bars
+    from main.table_summary import Bars, warnings_of
 
     from jaxrec.data.blocks import tfds_module
     from jaxrec.data.criteo import prepare
@@ -97,7 +99,12 @@ def _prepared() -> str:
     del flags["schema"], flags["tfds_directory"]
     with Bars() as bars:
         metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bars.show)
-    return "\n".join(f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows"))
+    lines = [f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows")]
+    unknown = metadata.get("unknown_share", {})  # earlier versions did not count them
+    for split in metadata["rows"] if unknown else ():
+        shares = " ".join(f"{100 * of[split]:.1f}" for of in unknown.values())
+        lines.append(f"unknown ids of C1 to C26 in {split}, %: {shares}")
+    return "\n".join(lines + warnings_of(unknown))
 
 
 def _prepared_table(config: Config) -> str:

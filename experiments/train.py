@@ -102,7 +102,7 @@ def make_job(config: Config, data) -> ClickJob:
 def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
     data = data_of(config)
-    say(f"test AUC to expect: {data.expectation}")
+    say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
     mesh = mesh_of(config)
     job = make_job(config, data)
     refuse(refusals(job.spec, config.group, ()))
@@ -243,7 +243,7 @@ def one(config: Config, asked: Asked) -> dict:
 def in_processes(config: Config, run: Run, asked: Asked) -> dict:
     """Run one training job by a pool of trainers."""
     data = data_of(config)
-    say(f"test AUC to expect: {data.expectation}")
+    say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
     results = train_pool(config, run, data, make_job(config, data), asked)
     run.close(results, table(results))
     return results

@@ -1,6 +1,7 @@
 """Streams of clicks and of a prepared table: parts without a common row, runs that go on at any step, and flags."""
 
 import inspect
+import re
 import types
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from main import click_data, table_data
 from main.cli import refuse, refuse_small
 from main.click_data import criteo_clicks, criteo_of_seeds, make_model, set_apart, synthetic_clicks
 from main.flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules_of
-from main.table_summary import open_schema
+from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
 from trained_run import criteo_lines, write_lines
 
@@ -441,6 +442,37 @@ def test_flags_that_do_not_fit_a_table_are_refused(prepared, tmp_path):
     assert table_data.tabular_data(flags(tmp_path / "out", patience=2, validation_fraction=0.1)).validation
     with pytest.raises(ValueError, match="is no complete dataset"):
         table_data.tabular_data(flags(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    ("separator", "new", "warnings"),
+    [
+        (" ", False, []),
+        (" ", True, [r"many ids are unknown: seen \(100.0 % in test\). They share one row"]),
+        # Each list is a category, of which hardly any occurs twice.
+        (
+            "|",
+            False,
+            [r"seen \(.* % in train, 100.0 % in test\)", "no row has more than one category of seen: is the sep"],
+        ),
+    ],
+)
+def test_a_summary_warns_of_a_wrong_separator_and_of_ids_of_another_table(tmp_path, separator, new, warnings):
+    """And of nothing else: neither of few unknown ids, nor of lists with one category where no more are asked for."""
+    rng = np.random.default_rng(0)
+    seen = lambda row: " ".join(f"{'n' if new and row >= 240 else 'i'}{item}" for item in rng.integers(0, 50, 3))
+    rows = [f"{row % 2},i{rng.integers(50)},{seen(row)},a" for row in range(300)]
+    (tmp_path / "a.csv").write_text("\n".join(["y,item,seen,tag", *rows]) + "\n")
+    features = [Categorical("item"), Sequence("seen", separator, share="item"), MultiHot("tag", at_most=1)]
+    said = words(prepare_table([tmp_path / "a.csv"], tmp_path / "out", Schema("y", features)))
+    said = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert len(said) == len(warnings) and all(re.search(*pair) for pair in zip(warnings, said, strict=True)), said
+
+
+def test_a_schema_that_a_windows_editor_has_written_is_read(tmp_path):
+    text = "from jaxrec.data.tabular import *\r\nschema = Schema('größe', [Categorical('user')])\r\n"
+    (tmp_path / "schema.py").write_bytes(text.encode("utf-8-sig"))
+    assert open_schema(str(tmp_path / "schema.py")).label[0].column == "größe"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def differences(a, b):
 def check_learned(directory, results, flags):
     """Checks that a run has learned and reports a figure for each enabled technique."""
     first, *_, last = rows_of(directory, but=())
-    assert last["validation_auc"] > first["validation_auc"]
+    assert last["validation_auc"] > first["validation_auc"] and results["batch_size"] == 64
     assert results["last_state_saved"] and results["saves_failed"] == 0 and results["steps"] == 24 == last["step"]
     wanted = {"test_auc", "examples_per_s"} | (
         ({"stale_share"} if flags.get("pipeline") == "oac" else set())
@@ -168,9 +168,10 @@ def check_learned(directory, results, flags):
 
 
 @pytest.mark.parametrize("name", [name if name in IN_ALL else slow(name) for name in EXACT])
-def test_stopped_and_resumed_it_has_the_bits_of_an_undisturbed_run(tmp_path, monkeypatch, name):
+def test_stopped_and_resumed_it_has_the_bits_of_an_undisturbed_run(tmp_path, monkeypatch, capsys, name):
     flags = EXACT[name]
     check_learned(tmp_path / "whole", train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags)), flags)
+    assert capsys.readouterr().out.startswith("batches of 64; test AUC to expect: ")
     step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags)
     assert 3 <= step < 24
     assert differences(tmp_path / "whole", tmp_path / "cut") == []

@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import polars as pl
 import pytest
 from main import saving, subsets
 from main.recorder import Recorder
 from main.signals import Asked
-from trained_run import STEPS, criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
+from main.table_data import spec_of, table_of
+from main.trained import open_run, vocabularies_of
+from trained_run import STEPS, criteo_lines, criteo_run, synthetic_run, tabular_run, without_labels, write_lines
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
@@ -372,6 +375,9 @@ def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, opt
     equal(from_raw["label"], own["label"])
     for found in (from_raw, from_bare):
         equal(found["logit"], own["logit"])
+    counted = json.loads((tmp_path / "prepared" / "metadata.json").read_text()).get("unknown_share", {})
+    assert shares_of_unknown_ids(results) == {field: shares["test"] for field, shares in counted.items()}
+    assert len(counted) == (26 if "min_count" in options else 0)
     assert of_raw == results and "auc" not in of_bare and "label" not in from_bare
     assert of_bare["mean_prediction"] == results["mean_prediction"]
     twice, from_two = evaluated(run, tmp_path / "two", bare, bare)
@@ -379,11 +385,88 @@ def test_rows_predict_alike_prepared_or_raw_with_labels_or_without(tmp_path, opt
     assert twice["rows"] == 80 and of_bare["tenth_10_rows"] == 4
 
 
+# ---- a table with a schema
+
+
+def shares_of_unknown_ids(results):
+    prefix = "unknown_share_"
+    return {key.removeprefix(prefix): share for key, share in results.items() if key.startswith(prefix)}
+
+
+def test_unknown_ids_are_counted_in_all_rows_that_are_evaluated(tmp_path, capsys):
+    """Those of the prepared test rows as the preparation counted them; those of other ids with a warning."""
+    run, _, features = tabular_run(tmp_path, trained=False)
+    of_test = {name: one["unknown_share"]["test"] for name, one in features.items() if "unknown_share" in one}
+    own, predictions = evaluated(run, tmp_path / "own")
+    assert shares_of_unknown_ids(own) == of_test
+    assert of_test.keys() == {"user", "item", "seen"} and 0 < of_test["item"] < 0.5
+    said = capsys.readouterr().out
+    assert f"{100 * of_test['item']:.3f}" in said and "unknown ids, %" in said and "warning" not in said
+    frame, schema = pl.read_csv(tmp_path / "a.csv")[240:], str(tmp_path / "schema.py")
+    frame.with_columns(pl.col("item").cast(pl.Float64)).write_parquet(tmp_path / "floats.parquet")
+    same, from_floats = evaluated(run, tmp_path / "floats", tmp_path / "floats.parquet", schema=schema)
+    assert same == own and "warning" not in capsys.readouterr().out
+    equal(from_floats["logit"], predictions["logit"])
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "_SUCCESS").touch()
+    for number in (1, 0):
+        others = frame[30 * number : 30 * (number + 1)].drop("click").with_columns(pl.col("item") + 1000)
+        others.write_csv(tmp_path / "parts" / f"part-{number}.csv")
+    others, predictions = evaluated(run, tmp_path / "others", tmp_path / "parts")  # by the schema of the preparation
+    assert shares_of_unknown_ids(others) == of_test | {"item": 1.0} and len(predictions["logit"]) == 60
+    assert f"many ids are unknown: item (100.0 % in {tmp_path / 'parts'})." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("history", [None, "seen"])
+def test_ids_count_for_their_field_whether_pooled_or_not_and_with_weight_only(history):
+    table = {
+        "tables": {"user": 9, "item": 9},
+        "sparse": ["user", "item"],
+        "bags": {"seen": {"table": "item", "hots": 3}},
+    }
+    ids = {"sparse": np.array([[1, 0], [2, 1], [1, 1]]), "seen": np.array([[1, 2, 1], [5, -1, -1], [1, 1, 1]])}
+    batch = jaxrec.Batch(ids, np.zeros((3, 1)), np.zeros(3), np.array([1.0, 0.5, 0.0]))
+    found = evaluate.counted(spec_of(table, 4, 1, 0, history), batch)
+    assert {name: its.tolist() for name, its in found.items()} == {"user": [2, 1], "item": [1, 1], "seen": [4, 2]}
+
+
+def test_segments_have_names_and_groups_may_be_numbers(tmp_path, capsys):
+    run, *_ = tabular_run(tmp_path, trained=False)
+    rows = pl.read_csv(tmp_path / "a.csv")[240:].with_columns(pl.col("item").cast(pl.String))
+    results, predictions = evaluated(run, tmp_path / "e", group="price", segments=("item", "age"))
+    wanted = group_auc(predictions["logit"], predictions["label"], rows["price"].fill_null(-1).to_numpy())
+    assert {key: results[key] for key in wanted} == wanted and wanted["groups_counted"] > 3
+    said, sizes = capsys.readouterr().out, dict(rows["item"].value_counts().iter_rows())
+    named = {key.split("_")[2]: name for key, name in results.items() if re.fullmatch("segment_item_[0-9]+_name", key)}
+    assert len(named) > 5 and named["1"] == "<unknown>"
+    for row, name in named.items():
+        assert re.search(rf"(?m)^{row} '{name}' ", said)
+        assert row == "1" or results[f"segment_item_{row}_examples"] == sizes[name]
+    assert {results[f"segment_age_{row}_name"] for row in range(4)} == {"<missing>", "below 18", "18 to 30", "from 30"}
+    # Columns that the rows do not keep, or of which they keep several values.
+    numbers, categories = "item, age, price; another column must be a", "item, age; another .* a Dense with buckets of"
+    for name, flags, rule in (
+        ("hour", {"group": "hour"}, numbers), ("seen", {"group": "seen"}, numbers),
+        ("price", {"segments": ("price",)}, categories),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is no field .* with one .*: give one of user, {rule}"):
+            evaluated(run, tmp_path / "refused", **flags)
+    history = spec_of(table_of(tmp_path / "prepared"), 4, 1, 0, "seen")  # DIN looks its steps up one by one
+    assert "seen" not in subsets.single_fields(history, table_of(tmp_path / "prepared"))
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="the prepared table of .* is not at .*--prepared DIR"):
+        evaluated(run, tmp_path / "gone")
+    assert vocabularies_of(open_run(run), tmp_path / "moved").keys() == {"user", "item", "age", "tag"}
+    (tmp_path / "moved" / "vocabulary.npz").unlink()  # the prepared rows and their ids do without
+    assert not vocabularies_of(open_run(run), tmp_path / "moved")
+    assert "rows have no names: " in capsys.readouterr().err
+
+
 def test_tenths_hold_all_rows_and_what_was_clicked():
     draw = np.random.default_rng(0)
     logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
     total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
-    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}))
+    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}, {}))
     of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
     assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
     assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
@@ -400,7 +483,7 @@ def test_a_weight_is_as_many_equal_rows(weight):
 
     def figures(logit, label, weight, user):
         total = evaluate.metrics.evaluate_batch(logit, label, weight)
-        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}))
+        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}, {}))
         parts = subsets.figures(logit, label, weight, {"user": user}, "user", ["user"], 0)
         return found | {key: value for key, value in parts.items() if not key.endswith(("examples", "counted"))}
 
@@ -459,6 +542,21 @@ def test_rows_of_a_table_are_exported_by_id(tmp_path):
     equal(exported(tmp_path / "c3.npz", run, table="C3")["value"], matrix)
     with_slots = exported(tmp_path / "slots.npz", run / "checkpoints", table="C3", optimizer=True)
     equal(with_slots["accumulator"], slots(state.tables, "C3"))
+
+
+def test_exported_rows_have_names_where_these_are_known(tmp_path, capsys):
+    run, *_ = tabular_run(tmp_path, trained=False)
+    most, _ = pl.read_csv(tmp_path / "a.csv")["item"].value_counts(sort=True).row(0)
+    found = exported(tmp_path / "a.npz", run, table="item", ids=(2, 0, 1))
+    assert found["names"].tolist() == [str(most), "<missing>", "<unknown>"] and found["ids"].tolist() == [2, 0, 1]
+    assert f"         2  '{most}'\n         0  '<missing>'\n" in capsys.readouterr().out
+    assert "names" not in exported(tmp_path / "b.npz", run / "checkpoints", table="item", ids=(2,))
+    assert "names" not in exported(tmp_path / "c.npz", run, table="tag", ids=(2,))  # it hashes
+    (tmp_path / "prepared").rename(tmp_path / "moved")
+    assert "names" not in exported(tmp_path / "d.npz", run, table="item", ids=(2,))
+    assert "rows have no names: the prepared table of " in capsys.readouterr().err
+    moved = exported(tmp_path / "e.npz", run, table="item", ids=(2,), prepared=tmp_path / "moved")
+    assert moved["names"].tolist() == [str(most)]
 
 
 @pytest.mark.parametrize("at_once", [1, pytest.param(1 << 26, marks=pytest.mark.more)])

@@ -1,14 +1,18 @@
 """Small runs as train.py leaves them, for tests that use a trained run."""
 
 import json
+import types
 from pathlib import Path
 
 import numpy as np
 import optax
 from main.click_data import click_job, criteo_clicks, make_model, synthetic_clicks
+from main.table_data import table_job, tabular_data
+from main.table_summary import open_schema
 
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.data.criteo import open_encoder, prepare
+from jaxrec.data.tabular import prepare as prepare_table
 from jaxrec.embedding import HostTables, adagrad
 from jaxrec.loop import fit, planned
 
@@ -38,9 +42,9 @@ def job_for(data, width=4, shards=3):
     return click_job(data.cardinalities, make_model("small_dlrm", width), DENSE, ROWS, width, shards, seed=0)
 
 
-def train_run(directory: Path, data, flags, extra=None, trained=True):
+def train_run(directory: Path, data, flags, extra=None, trained=True, job=None):
     """Train a few steps, or none, and save the last state; return the job and the state."""
-    job = job_for(data)
+    job = job or job_for(data)
     state = job.state(HostTables.create(job.spec, job.row_optimizer), seed=0)
     if trained:
         state = fit(state, planned(job.spec, data.train(0)), job.train_step())
@@ -69,3 +73,47 @@ def synthetic_run(directory: Path, trained=True):
     job, state = train_run(directory / "run", data, {"data": "synthetic"}, trained=trained)
     (directory / "run" / "metrics.jsonl").write_text('{"step": 3, "test_examples": 4096}\n{"step": 4, "te')
     return directory / "run", job, state, data
+
+
+SCHEMA = """
+from jaxrec.data.tabular import *
+schema = Schema(
+    label="click", split=ByTime("hour", train=0.8),
+    features=[Categorical("user"), Categorical("item"), Sequence("seen", last=3, share="item"),
+              Dense("price", log=True, standardise=True), Dense("age", buckets=(18, 30)), MultiHot("tag", hash_cap=9)],
+)
+"""
+
+
+def table_lines(rows, seed=0):
+    """A CSV with ids of which some are rare, and missing values."""
+    draw, maybe = np.random.default_rng(seed), lambda value: value if draw.random() < 0.9 else ""
+    yield "click,user,item,seen,price,age,tag,hour"
+    for row in range(rows):
+        user, item, *seen = np.floor(draw.pareto(1.0, 5) * 3).astype(int).clip(0, 999)
+        age, price = draw.integers(10, 50), draw.integers(1, 9)
+        seen = "|".join(map(str, seen))
+        fields = (
+            int(draw.random() < 0.4),
+            maybe(f"u{user}"),
+            item,
+            maybe(seen),
+            maybe(price),
+            maybe(age),
+            maybe("a|b"),
+            row,
+        )
+        yield ",".join(map(str, fields))
+
+
+def tabular_run(directory: Path, model="lr", trained=True, rows=300):
+    """A run over a prepared table, of which the last fifth is for the test: (directory, job, features of the table)."""
+    (directory / "schema.py").write_text(SCHEMA)
+    prepared, schema = directory / "prepared", open_schema(str(directory / "schema.py"))
+    metadata = prepare_table([write_lines(directory / "a.csv", table_lines(rows))], prepared, schema)
+    flags = dict(batch_size=64, steps=STEPS, epochs=1, shuffle=False, seed=0, validation_fraction=0.0)
+    data = tabular_data(types.SimpleNamespace(path=(prepared,), **flags))
+    job = table_job(data.table, make_model(model, 4), DENSE, ROWS, 4, 3)
+    config = {"data": "tabular", "path": [str(prepared)], "model": model}
+    train_run(directory / "run", data, config, {"vocabulary_digest": data.vocabulary_digest}, trained, job)
+    return directory / "run", job, metadata["table"]["features"]

@@ -361,7 +361,8 @@ TABLE = {
     "Validation": _evaluated("validation"),
     "Training": [
         Line("best_step", "step of the best state, tested above"), Line("stopped_early", "stopped early"),
-        Line("steps", "steps"), Line("examples", "examples"), Line("train_seconds", "time, with compilation", "s"),
+        Line("steps", "steps"), Line("batch_size", "batch size"), Line("examples", "examples"),
+        Line("train_seconds", "time, with compilation", "s"),
         Line("examples_per_s", "examples/s, with compilation"),
     ],
     "Techniques": [

@@ -105,7 +105,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
             raise OSError(f"{error}; {go_on_with(run)}") from error
         except Stopped as stopped:
             raise Stopped(stopped.signal, f"stopped and saved; {go_on_with(run)}") from None
-    results = results_of(stats) | {"examples": examples_of(past) + stats.examples}
+    results = results_of(stats) | {"examples": examples_of(past) + stats.examples, "batch_size": data.batch_size}
     return results | data.best | {f"test_{name}": value for name, value in found.items()} | {"last_state_saved": True}
 
 

@@ -290,7 +290,9 @@ class Recorder:
     def results(self, best: Best | None = None) -> dict[str, Any]:
         """Return the part of results.json about training; figures of the validation are those of the best state."""
         last = self.history[-1]
-        results = {"steps": last["step"]} | {key: last[key] for key in last if key not in _NOT_OF_RESULTS}
+        results = {"steps": last["step"], "batch_size": self.data.batch_size} | {
+            key: last[key] for key in last if key not in _NOT_OF_RESULTS
+        }
         if best is not None:
             results |= best.results() | {"stopped_early": last["step"] < self.data.steps}
         return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

@@ -3,25 +3,35 @@
 Used by evaluate.py on the row ids of categorical fields: the categories of a prepared directory, -1 if missing.
 """
 
+import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrec.data.tabular import Vocabulary
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
 from main.cli import grid
 
-SHOWN = 20  # segments of a field that have separate lines; the rest share one
+SHOWN, OTHERS = 20, "others"  # segments of a field that have separate lines; the rest share one
+Table = Mapping[str, Any] | None
 FIGURES = ("examples", "label_mean", "auc", "normalized_entropy", "calibration")
 
 
-def single_fields(spec: EmbeddingSpec) -> dict[str, tuple[str, int | None]]:
-    """Return {field: (lookup, column)} of the fields with one category per example."""
+def single_fields(spec: EmbeddingSpec, table: Table = None) -> dict[str, tuple[str, int | None]]:
+    """Return {field: (lookup, column)} of the fields with one category per example.
+
+    Args:
+      table: metadata of the prepared table, if the run has one.
+    """
     found: dict[str, tuple[str, int | None]] = {}
     for name, lookup in spec.lookups.items():
-        if lookup.hots != 1:
+        # The steps of a history of DIN are looked up one by one.
+        hots = lookup.hots if table is None or name not in table["bags"] else table["bags"][name]["hots"]
+        if hots != 1:
             continue
         if isinstance(lookup.tables, str):
             found[name] = name, None
@@ -30,24 +40,33 @@ def single_fields(spec: EmbeddingSpec) -> dict[str, tuple[str, int | None]]:
     return found
 
 
-def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str]) -> dict[str, bool]:
-    """Return {problem and remedy: whether it applies} for fields that the run lacks."""
-    known = single_fields(spec)
+def grouping_fields(spec: EmbeddingSpec, table: Table = None) -> dict[str, tuple[str, int | None]]:
+    """As `single_fields`, with the numbers of a prepared table as well, under the name 'dense' for a lookup."""
+    numbers = [] if table is None else table["dense"]
+    return single_fields(spec, table) | {name: ("dense", column) for column, name in enumerate(numbers)}
+
+
+def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str], table: Table = None) -> dict[str, bool]:
+    """Return {problem and remedy: whether it applies} for fields that the rows of the run lack."""
+    flags = [("group", "value", "Dense", grouping_fields(spec, table), [group] if group else [])]
+    flags += [("segments", "category", "Dense with buckets", single_fields(spec, table), [*segments])]
     return {
-        f"--{flag} {name} is no field of the run with one category for each example: give one of "
-        f"{', '.join(list(known)[:40])}.": name not in known
-        for flag, names in (("group", [group] if group else []), ("segments", segments))
+        f"--{flag} {name} is no field of the run with one {kind} for each example: give one of "
+        f"{', '.join(list(known)[:40])}"
+        + (f"; another column must be a Categorical or a {other} of the schema first." if table else "."): name
+        not in known
+        for flag, kind, other, known, names in flags
         for name in names
     }
 
 
-def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return {field: i32[B]}: the row ids of some fields of a batch."""
-    known, found = single_fields(spec), {}
+def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str], table: Table = None) -> dict[str, np.ndarray]:
+    """Return {field: i32[B]}: the row ids of some fields of a batch; of a number f32[B], as the model sees it."""
+    known, found = grouping_fields(spec, table), {}
     for name in names:
         lookup, column = known[name]
-        ids = np.asarray(batch.ids[lookup])
-        found[name] = ids if column is None else ids[:, column]
+        values = np.asarray(batch.dense if lookup == "dense" else batch.ids[lookup])
+        found[name] = values.ravel() if column is None else values[:, column]
     return found
 
 
@@ -64,7 +83,7 @@ def figures(
 
     Args:
       logit, label, weight: f32[n].
-      fields: {field: i32[n]} of the named fields.
+      fields: {field: [n]} of the named fields.
       bootstrap: draws for the interval of the AUC; 0 for none.
 
     >>> rng = np.random.default_rng(0)
@@ -85,20 +104,44 @@ def figures(
 
 
 def _largest(ids):
-    """Return the segment of each example as text: its row id, or 'others' for small segments."""
+    """Return the segment of each example as text: its row id, or OTHERS for small segments."""
     values, mine, sizes = np.unique(ids, return_inverse=True, return_counts=True)
     names = np.array([str(value) for value in values], dtype=object)
-    names[np.argsort(-sizes, kind="stable")[SHOWN:]] = "others"
+    names[np.argsort(-sizes, kind="stable")[SHOWN:]] = OTHERS
     return names.astype(str)[mine]
 
 
+def names_of(results: Mapping[str, Any], segments: Sequence[str], known: Mapping[str, Vocabulary]) -> dict[str, str]:
+    """Return for results.json what the row ids of segments stand for, where the vocabulary is known."""
+    found: dict[str, str] = {}
+    for field in segments:
+        rows = [row for row in _values(results, field) if row != OTHERS]
+        with contextlib.suppress(KeyError, ValueError):  # no vocabulary, or one that hashes
+            names = known[field].decode([*map(int, rows)])
+            found |= {f"segment_{field}_{row}_name": name or "<missing>" for row, name in zip(rows, names, strict=True)}
+    return found
+
+
 def tables(results: Mapping[str, Any], segments: Sequence[str]) -> str:
-    """Format a table for each field of segments."""
+    """Format a table for each field of segments, with the names of `names_of` beside the row ids.
+
+    >>> results = {f"segment_item_{row}_{key}": 0.5 for row in ("7", "others") for key in FIGURES}
+    >>> print(tables(results | {"segment_item_7_name": "i17"}, ["item"]))
+    item     examples  label mean     auc  normalized entropy  calibration
+    7 'i17'    0.5000      0.5000  0.5000              0.5000       0.5000
+    others     0.5000      0.5000  0.5000              0.5000       0.5000
+    """
     shown = []
-    for name in segments:
-        prefix = f"segment_{name}_"
-        values = [key.removeprefix(prefix).removesuffix("_examples") for key in results if key.startswith(prefix)
-                  and key.endswith("_examples")]  # fmt: skip
+    for field in segments:
+        prefix = f"segment_{field}_"
         columns = {key.replace("_", " "): f"{prefix}{{}}_{key}" for key in FIGURES}
-        shown.append(grid(results, name, values, columns))
+        names = {value: results.get(f"{prefix}{value}_name") for value in _values(results, field)}
+        rows = {value if name is None else f"{value} {name!r:.40}": value for value, name in names.items()}
+        shown.append(grid(results, field, rows, columns))
     return "\n\n".join(shown)
+
+
+def _values(results, field):
+    """Return the segments of a field: row ids as text, and OTHERS."""
+    found = (re.fullmatch(f"segment_{re.escape(field)}_(-?[0-9]+|{OTHERS})_examples", key) for key in results)
+    return [match[1] for match in found if match]

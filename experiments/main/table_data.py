@@ -50,6 +50,17 @@ def table_of(directory: Path) -> Mapping[str, Any]:
     return metadata["table"]
 
 
+def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
+    """Return the features looked up in a table with a vocabulary, in which row 1 stands for unknown ids.
+
+    >>> table = {"sparse": ["user", "item"], "bags": {"seen": {"table": "item"}}, "features": {"item": {"distinct": 9}}}
+    >>> sorted(with_vocabulary(table | {"features": {"user": {}, "item": {"distinct": 9}, "seen": {}}}))
+    ['item', 'seen']
+    """
+    tables = {name: name for name in table["sparse"]} | {name: bag["table"] for name, bag in table["bags"].items()}
+    return frozenset(name for name, its in tables.items() if "distinct" in table["features"][its])
+
+
 def tabular_data(config) -> Data:
     """Return the data that the flags select."""
     directory, share = config.path[0], config.validation_fraction

@@ -31,7 +31,7 @@ def open_schema(name: str | None) -> Schema:
         raise ValueError(f"--schema {name} is no file, and none of the schemas that are ready: {', '.join(READY)}.")
     found: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(path.read_text(), str(path), "exec"), found)
+        exec(compile(path.read_bytes(), str(path), "exec"), found)  # bytes, which may begin with a byte-order mark
     except Exception as error:  # a user's file may raise anything
         raise ValueError(f"{path}{_line_of(path, error)}: {type(error).__name__}: {error}") from error
     if not isinstance(found.get("schema"), Schema):
@@ -78,14 +78,16 @@ class Bars:
 def words(metadata: Mapping[str, Any]) -> str:
     """Format the summary of a prepared table.
 
-    >>> table = {"labels": ["click"], "digest": "ab", "label_over_time": [[0, 4, 0.25]], "features": {
-    ...     "user": {"missing_share": 0.5, "table_rows": 3, "distinct": 1, "top": [["ann", 2]]}}}
+    >>> table = {"labels": ["click"], "digest": "ab", "label_over_time": [[0, 4, 0.25]], "bags": {}, "features": {
+    ...     "user": {"missing_share": 0.5, "table_rows": 3, "distinct": 1, "top": [["ann", 2]],
+    ...              "unknown_share": {"train": 0.25}}, "age": {"missing_share": 0.0}}}
     >>> print(words({"rows": {"train": 4}, "label_mean": {"train": 0.25}, "skipped_rows": 0, "table": table}))
     train: 4 rows, label mean 0.2500
     malformed rows left out: 0
     <BLANKLINE>
-    feature  missing  table rows  distinct  most frequent in training
-    user     50.00 %           3         1  'ann' 2
+    feature  missing  unknown in train  table rows  distinct  most frequent in training
+    user     50.00 %           25.00 %           3         1  'ann' 2
+    age       0.00 %                 -           -         -
     <BLANKLINE>
     mean of 'click' over time: 0.2500
     """
@@ -93,38 +95,69 @@ def words(metadata: Mapping[str, Any]) -> str:
     lines = [f"{name}: {rows} rows, label mean {metadata['label_mean'][name]:.4f}"
              for name, rows in metadata["rows"].items()]  # fmt: skip
     lines += [f"malformed rows left out: {metadata['skipped_rows']}", ""]
-    cells = [["feature", "missing", "table rows", "distinct", "most frequent in training"]]
+    splits = [*metadata["rows"]]
+    cells = [["feature", "missing", *(f"unknown in {split}" for split in splits), "table rows", "distinct",
+              "most frequent in training"]]  # fmt: skip
     for name, one in table["features"].items():
         top = ", ".join(f"{value[:16]!r} {count}" for value, count in one.get("top", [])[:3])
         if "mean" in one:
             top = f"mean {one['mean']:.4g}, deviation {one['deviation']:.4g}"
+        unknown = [f"{100 * one['unknown_share'][split]:.2f} %" if "unknown_share" in one else "-" for split in splits]
         of_table = [str(one.get(key, "-")) for key in ("table_rows", "distinct")]
-        cells.append([name, f"{100 * one['missing_share']:.2f} %", *of_table, top])
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
-    for name, missing, rows, distinct, top in cells:
-        lines.append(
-            f"{name:<{widths[0]}}  {missing:>{widths[1]}}  {rows:>{widths[2]}}  {distinct:>{widths[3]}}  {top}".rstrip()
-        )
+        cells.append([name, f"{100 * one['missing_share']:.2f} %", *unknown, *of_table, top])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for name, *numbers, top in cells:
+        aligned = (number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *aligned, top]).rstrip())
     means = " ".join(f"{mean:.4f}" for _, _, mean in table["label_over_time"])
-    return "\n".join([*lines, "", f"mean of {table['labels'][0]!r} over time: {means}"])
+    lines += ["", f"mean of {table['labels'][0]!r} over time: {means}"]
+    lines += warnings_of({name: one.get("unknown_share", {}) for name, one in table["features"].items()})
+    alone = [name for name, bag in table["bags"].items() if bag["hots"] > 1 and table["features"][name]["most"] < 2]
+    lines += (
+        [f"warning: no row has more than one category of {', '.join(alone)}: is the separator right?"] if alone else []
+    )
+    return "\n".join(lines)
 
 
-def finding(metadata: Mapping[str, Any]) -> str:
-    """Return the title of the plot of a prepared table.
+def warnings_of(unknown: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a warning if half of the ids of a column, or more, are unknown.
+
+    Args:
+      unknown: {column: {rows in words: share of unknown ids among those of these rows}}.
+
+    >>> warnings_of({"user": {"test": 0.1}, "seen": {"train": 0.1, "test": 0.652}})[0][:66]
+    'warning: many ids are unknown: seen (65.2 % in test). They share o'
+    """
+    many = {name: [f"{100 * share:.1f} % in {rows}" for rows, share in of.items() if share >= 0.5]
+            for name, of in unknown.items()}  # fmt: skip
+    named = ", ".join(f"{name} ({', '.join(of)})" for name, of in many.items() if of)
+    causes = (
+        "They share one row of their table. Is the separator of lists right, are they written as in training (012 is "
+        "not 12), are they ids of this table? Ids that are new, or rarer in training than min_count, are unknown too."
+    )
+    return [f"warning: many ids are unknown: {named}. {causes}"] if named else []
+
+
+def finding(metadata: Mapping[str, Any], shown: int = _SHOWN) -> str:
+    """Return the title of the plot of a prepared table, which has at most `shown` of its columns.
 
     >>> table = {"labels": ["click"], "label_over_time": [[0, 4, 0.25], [4, 4, 0.5]], "features": {
     ...     "user": {"missing_share": 0.5, "table_rows": 3}, "age": {"missing_share": 0.125}}}
     >>> finding({"rows": {"train": 4, "test": 4}, "table": table})
     "8 rows; user is missing most, 50.0 %; the mean of 'click' goes from 0.2500 to 0.5000"
+    >>> finding({"rows": {"train": 4, "test": 4}, "table": table}, shown=1)[-42:]
+    '0.5000; drawn are the first 1 of 2 columns'
     """
     table = metadata["table"]
+    columns = len(table["features"])
+    only = f"; drawn are the first {shown} of {columns} columns" if shown < columns else ""
     share = {name: one["missing_share"] for name, one in table["features"].items()}
     most = max(share, key=share.__getitem__)
     missing = f"{most} is missing most, {100 * share[most]:.1f} %" if share[most] else "nothing is missing"
     means = [mean for _, _, mean in table["label_over_time"]]
     return (
         f"{sum(metadata['rows'].values()):,} rows; {missing}; the mean of {table['labels'][0]!r} goes from "
-        f"{means[0]:.4f} to {means[-1]:.4f}"
+        f"{means[0]:.4f} to {means[-1]:.4f}{only}"
     )
 
 

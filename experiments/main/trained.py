@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +13,16 @@ import optax
 from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
+from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
 from main.click_data import ClickJob, click_job, make_model
 from main.flags import PREPARATION, preparation, prepared_directory
 from main.run_dir import BEST
+from main.signals import say
 from main.table_data import table_job, table_of
 
-_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows")  # options that do not divide rows into splits
+_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 
 
 class Trained(NamedTuple):
@@ -132,6 +135,23 @@ def table_of_run(run: Trained, directory: Path) -> Mapping[str, Any]:
     table = table_of(directory)
     refuse_other_ids(run, directory, table["tables"], table["digest"])
     return table
+
+
+def vocabularies_of(run: Trained, given: Path | None = None) -> Mapping[str, Vocabulary]:
+    """Return what the rows of a run's tables stand for; nothing, with a line that says why, if that cannot be read.
+
+    Args:
+      given: current location of its prepared table; where the run had it if None.
+    """
+    if run.config["data"] != "tabular":
+        return {}
+    try:
+        directory = table_directory(run, given)
+        table_of_run(run, directory)
+        return open_vocabularies(directory)
+    except ValueError as error:
+        say(f"rows have no names: {error}", sys.stderr)
+        return {}
 
 
 def tested_on(run: Trained) -> int | None:

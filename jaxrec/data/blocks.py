@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrec.files import atomic_write, local_path, sync
 
-DONE, METADATA = "dataset_info.json", "metadata.json"
+DONE, METADATA, PROGRESS = "dataset_info.json", "metadata.json", "progress.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 SPLITS = ("train", "validation", "test")
 _IDS = "ids."  # prefix of the columns of lookups, in blocks with several lookups
@@ -153,7 +153,7 @@ def _metadata(state, cardinalities):
         "options": state["options"],
         "sources": state["sources"],
         "texts": state["texts"],
-        **{key: state[key] for key in ("layout", "table") if key in state},
+        **{key: state[key] for key in ("layout", "table", "unknown_share") if key in state},
         "shard_bytes": shard_bytes(state),
     }
 
@@ -242,6 +242,11 @@ def open_split(directory: str | Path, name: str) -> Split:
             f"is damaged. {_remedy(directory)}"
         )
     return split
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a path is the directory of a preparation, complete or not."""
+    return any((path / name).is_file() for name in (DONE, PROGRESS))
 
 
 def read_metadata(directory: Path) -> dict[str, Any]:

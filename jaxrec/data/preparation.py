@@ -8,8 +8,9 @@ how far the file has been `Seen`. Every row has a number, and the split of a row
 Each shard records the number after its last row, so that a resumed run skips finished rows.
 
 `progress.json`, the progress notes, holds options, fingerprints of the files, the shards written so far, each with the
-position in the text up to which the files must not change, and `texts`: the checksums of all files, once they have been
-read to the end.
+position in the text up to which the files must not change; `ids`, the sums of `count_ids` over the shards of each
+split, which an earlier version did not count; and `texts`: the checksums of all files, once they have been read to the
+end.
 """
 
 import itertools
@@ -23,6 +24,7 @@ import numpy as np
 from jaxrec.data.blocks import (
     DONE,
     METADATA,
+    PROGRESS,
     SPLITS,
     check_files,
     check_shards,
@@ -47,7 +49,7 @@ from jaxrec.data.sources import (
 )
 from jaxrec.files import Lock, make_directory, write_json
 
-PROGRESS, VOCABULARY = "progress.json", "vocabulary.npz"
+VOCABULARY = "vocabulary.npz"
 # Tables may share a stack, whose rows are numbered by int32 and rounded up to a multiple of the number of shards.
 MOST_ROWS = 2**31 - 2**16
 COUNT_AGAIN = (
@@ -218,6 +220,17 @@ def no_rows(job: Job, split: str, change: str) -> ValueError:
     )
 
 
+def count_ids(ids: np.ndarray) -> np.ndarray:
+    """Count the ids of each column of i32[n, H], missing ones left out, and the unknown ones among them: i64[2, H].
+
+    Row 1 of a table with a vocabulary is of the categories that have no row of their own.
+
+    >>> count_ids(np.array([[0, 1, 7], [1, 1, -1]])).tolist()
+    [[1, 2, 1], [1, 2, 0]]
+    """
+    return np.stack([(ids > 0).sum(axis=0), (ids == 1).sum(axis=0)])
+
+
 def drawn(row: np.ndarray, seed: int) -> np.ndarray:
     """Draw a number in [0, 1) for each row, f64[n], by hashing the seed and the row number i64[n] (splitmix64)."""
     h = row.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + 1) % 2**64)
@@ -265,6 +278,11 @@ def _write_shard(job: Job, name: str, rows: dict[str, np.ndarray], last: Any) ->
     """Write rows and record the shard, with the piece up to which the files had been read."""
     index = sum(shard["split"] == name for shard in job.state["shards"])
     size = write_blocks(job.directory, name, index, rows, job.options["block_rows"], layout_of(job.state))
+    if "ids" in job.state:
+        counts = job.state["ids"].setdefault(name, {})
+        for key, ids in rows.items():
+            if key.startswith("ids"):
+                counts[key] = (np.array(counts.get(key, 0)) + count_ids(ids)).tolist()
     label = rows["label"] if rows["label"].ndim == 1 else rows["label"][:, 0]
     shard = {"split": name, "rows": len(label), "clicks": float(label.sum(dtype=np.float64)), "bytes": size}
     shard |= {"next_row": int(rows["row"][-1]) + 1, "text": [last.source, last.seen.bytes, last.seen.crc32]}
@@ -290,7 +308,7 @@ def begin_notes(directory: Path, paths: Sequence[Path], wanted: dict[str, Any], 
             raise _other(directory, differ)
     # No shard has been written: nothing is lost.
     (directory / VOCABULARY).unlink(missing_ok=True)
-    state = {**wanted, "texts": [], "shards": [], "bad_rows": []}
+    state = {**wanted, "texts": [], "shards": [], "bad_rows": [], "ids": {}}
     write_json(path, state)
     return state
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrec.data.blocks import is_prepared
 from jaxrec.files import local_path
 
 CHUNK_BYTES = 16 << 20  # read at once, which bounds the memory of a preparation
 _HEAD_BYTES = 1 << 20
 _STAMPS = ("mtime_ns", "ctime_ns")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of every "CSV UTF-8" of Excel; no part of the text
 
 
 class Seen(NamedTuple):
@@ -42,16 +43,28 @@ class Chunk(NamedTuple):
 
 
 def local_files(sources: Sequence[str | Path]) -> list[Path]:
-    """Return the absolute paths of raw files."""
+    """Return the absolute paths of raw files; of a directory of part files, those of all parts, sorted by name."""
     if isinstance(sources, str | Path):
         raise ValueError(f"sources={str(sources)!r} is one path, but sources is a list: write [{str(sources)!r}].")
-    paths = [local_path(source) for source in sources]
+    paths = [path for source in sources for path in _parts(local_path(source))]
     if not paths:
         raise ValueError("sources is empty: give at least one raw file.")
     for path in paths:
         if not path.is_file():
             raise ValueError(f"{path} is no file: give raw files, or a prepared directory where one is expected.")
     return paths
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return a file itself, or the files of a directory without what Spark adds to them (_SUCCESS, .part-0.crc)."""
+    if not path.is_dir() or is_prepared(path):
+        return [path]
+    parts = sorted(part for part in path.iterdir() if not part.name.startswith((".", "_")))
+    inner = next((part for part in parts if part.is_dir()), None)
+    if inner is not None or not parts:
+        has = f"holds the directory {inner.name}" if inner else "has no files"
+        raise ValueError(f"{path} {has}: give raw files, or a directory that holds nothing else.")
+    return parts
 
 
 def is_gzip(path: Path) -> bool:
@@ -145,6 +158,9 @@ def _whole_lines(path: Path, known: Sequence[Seen]) -> Iterator[tuple[bytes, See
         if not text.endswith(b"\n"):
             text = text.removesuffix(b"\r") + b"\n"
         text = text.replace(b"\r\n", b"\n")
+        if ended:  # blank lines at the end of a file are no rows
+            text = text.rstrip(b"\n")
+            text += b"\n" if text else b""
         lines += text.count(b"\n")
         yield text, Seen(end, crc, lines, ended)
 
@@ -189,9 +205,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
                 ) from error
             if not block:
                 return
-            if not read:
+            is_first, read = not read, read + len(block)
+            if is_first:
                 _check_text(path, block)
-            read += len(block)
+                block = block.removeprefix(_BYTE_ORDER_MARK)
             yield block
 
 
@@ -201,7 +218,8 @@ def _check_text(path: Path, block: bytes) -> None:
             f"{path} is no text, or UTF-16: unpack it if it is an archive, and give the files in it; convert UTF-16 "
             "(iconv -f UTF-16 -t UTF-8)."
         )
-    if block.startswith(_BYTE_ORDER_MARK):
+    if b"\n" not in block and b"\r" in block.rstrip(b"\r"):
         raise ValueError(
-            f"{path}, line 1: the file begins with a byte order mark (BOM): remove these three bytes (tail -c +4)."
+            f"{path}: its lines end in a carriage return alone, as on an old Mac: convert it "
+            f"(tr '\\r' '\\n' < {path.name} > new_{path.name})."
         )

@@ -94,6 +94,22 @@ def test_several_files_are_one_log(tmp_path):
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
+def test_a_byte_order_mark_and_blank_lines_at_the_end_are_no_part_of_a_text(tmp_path, monkeypatch):
+    rows, path = lines(20), tmp_path / "excel.txt"
+    text = b"\xef\xbb\xbf" + "\r\n".join(rows).encode()
+    (wanted,) = read_chunks([write(tmp_path / "plain.txt", rows)])
+    around = range(len(text) - 1, len(text) + 6)  # a piece of the file ends before, in and after each line end
+    for end, sizes in ((b"\r\n\r\n", around), (b"\n\n", around), (b"\r\n\n\r\n\n", [1 << 20])):
+        path.write_bytes(text + end)
+        for size in sizes:
+            monkeypatch.setattr(sources, "CHUNK_BYTES", size)
+            chunks = list(read_chunks([path]))
+            assert b"".join(chunk.text for chunk in chunks) == wanted.text, (end, size)
+            assert sum(chunk.rows for chunk in chunks) == chunks[-1].seen.lines == 20 and chunks[-1].seen.ended
+        out = tmp_path / f"out{len(end)}"
+        assert sum(prepare([path], out, **SMALL)["rows"].values()) == 20
+
+
 def test_hashing_stays_in_its_cap_and_a_random_split_is_seeded(tmp_path):
     path = write(tmp_path / "train.txt", lines(300))
     a = prepare([path], tmp_path / "a", hash_cap=5, split="random", seed=1, **SMALL)

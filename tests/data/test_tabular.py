@@ -2,9 +2,11 @@
 
 import csv
 import dataclasses
+import errno
 import gzip
 import hashlib
 import io
+import json
 import math
 import os
 import signal
@@ -21,6 +23,8 @@ from strategies import examples
 from test_criteo import lines as criteo_lines
 from test_criteo import read_all as read_criteo
 
+from jaxrec.data import preparation
+from jaxrec.data.blocks import write_blocks
 from jaxrec.data.criteo import prepare as prepare_criteo
 from jaxrec.data.loader import Loader
 from jaxrec.data.tabular import (
@@ -36,11 +40,14 @@ from jaxrec.data.tabular import (
     Schema,
     Sequence,
     open_table,
+    open_vocabularies,
     prepare,
     ready,
+    schema_of,
 )
 from jaxrec.data.tabular.raw import has_labels, read_rows
 from jaxrec.data.tabular.reading import read_pieces
+from jaxrec.data.tabular.schema import restored
 
 SMALL = {"block_rows": 16, "blocks_per_shard": 2}
 NAMES = ("click", "user", "item", "price", "age", "tags", "seen", "when", "weight", "bought", "part")
@@ -112,13 +119,14 @@ def given_(text):
 def expected(train, rows):
     """Reference content of blocks, row by row."""
     users = vocabulary([r["user"] for r in train if given_(r["user"])], 3)
-    items = vocabulary([r["item"] for r in train], 1)
+    history = lambda text: [i for i in text.split(";") if i][-3:]
+    items = vocabulary([r["item"] for r in train] + [i for r in train for i in history(r["seen"])], 1)
     tags = vocabulary([t for r in train for t in given_(r["tags"]).split(";")[:2] if t], 2)
     log = lambda text: math.log1p(max(float(text), 0))
     prices = [log(r["price"]) for r in train if given_(r["price"])]
     bag = lambda found, hots: (found + [-1] * hots)[:hots]
     price = lambda text: (log(text) - np.mean(prices)) / np.std(prices) if given_(text) else 0
-    seen = lambda text: [items.get(i, 1) for i in [i for i in text.split(";") if i][-3:]]
+    seen = lambda text: [items.get(i, 1) for i in history(text)]
     return {
         "label": [[float(r["click"]), float(float(r["bought"]) >= 2)] for r in rows],
         "weight": [float(r["weight"]) for r in rows],
@@ -142,8 +150,15 @@ def test_what_goes_in_comes_out(tmp_path, name):
         found, wanted = read_all(tmp_path / "out", part), expected(of["train"], mine)
         for column, place in (("user", 0), ("item", 1), ("when", 3)):
             assert found["sparse"][:, place].tolist() == wanted[column], column
+        for feature, place in (("user", 0), ("item", 1), ("tags", None), ("seen", None)):
+            ids = found["sparse"][:, place] if place is not None else found[feature]
+            share = metadata["table"]["features"][feature]["unknown_share"][part]
+            assert share == (ids == 1).sum() / (ids > 0).sum() and (feature != "user" or share > 0)
         for column in ("label", "weight", "dense", "tags", "seen"):
             np.testing.assert_allclose(found[column], wanted[column], rtol=1e-5, atol=1e-6, err_msg=column)
+    features = metadata["table"]["features"]
+    assert not [name for name in ("part", "when", "age") if "unknown_share" in features[name]]
+    assert {name: features[name]["most"] for name in ("tags", "seen")} == {"tags": 2, "seen": 3}
     hashed = read_all(tmp_path / "out", "train")["sparse"][:, 2]
     assert len(set(zip(hashed.tolist(), [r["part"] for r in of["train"]], strict=True))) == 3
     assert 1 <= hashed.min() and hashed.max() < 7
@@ -152,7 +167,9 @@ def test_what_goes_in_comes_out(tmp_path, name):
 def test_text_and_parquet_and_parts_of_them_are_one_table(tmp_path):
     rows = table(200)
     prepare([write(tmp_path / "whole.csv", rows)], tmp_path / "a", SCHEMA, **SMALL)
-    parts = [write(tmp_path / "x.csv", rows[:50]), write(tmp_path / "y.parquet", rows[50:120]),
+    excel = write(tmp_path / "x.csv", rows[:50])
+    excel.write_bytes(b"\xef\xbb\xbf" + excel.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    parts = [excel, write(tmp_path / "y.parquet", rows[50:120]),
              write(tmp_path / "z.csv.gz", rows[120:], names=NAMES[::-1])]  # fmt: skip
     prepare(parts, tmp_path / "b", SCHEMA, **SMALL)
     assert digests(tmp_path / "a") == digests(tmp_path / "b") and len(digests(tmp_path / "a")) > 6
@@ -171,6 +188,82 @@ def test_lists_numbers_and_moments_of_parquet_are_read_as_they_are(tmp_path):
     assert train["label"].tolist() == [1, 0] * 5 and train["sparse"][:, 0].tolist() == [2, 0] * 5
     assert train["bag"][:2, :3].tolist() == [[2, 3, -1], [-1, -1, -1]]
     assert test["dense"][:, 0].tolist() == list(range(10, 20))
+
+
+NUMBERED = Schema(
+    label="y", features=[Categorical("item", 1), MultiHot("tags", min_count=1), Sequence("seen", last=3, share="item"),
+                         Dense("x", standardise=True), Dense("z", buckets=(2.5,)), Categorical("hashed", hash_cap=99)],
+    missing=("-1.0",),
+)  # fmt: skip
+
+
+def ways_of_writing(item, tags, seen, x):
+    """{file: frame} of one table, whose ids are whole numbers of which some are missing."""
+    y = [at % 2 for at in range(len(item))]
+    texts = lambda lists, number: ["|".join(map(number, each)) for each in lists]
+    decimals = lambda value: "" if value is None else f"{value}.0"
+    text = {"y": y, "item": item, "tags": texts(tags, str), "seen": texts(seen, str), "x": x, "z": x, "hashed": item}
+    some = [-1.0 if value is None else value for value in x]
+    floats = text | {"item": pl.Series(item, dtype=pl.Float64), "hashed": pl.Series(item, dtype=pl.Float64)}
+    not_a_number = floats | {"item": floats["item"].fill_null(np.nan), "x": pl.Series(x).fill_null(np.nan), "z": some}
+    lists = {"tags": pl.Series(tags).cast(pl.List(pl.Float64)), "seen": [[*map(float, each), np.nan] for each in seen]}
+    return {
+        "integers.csv": text, "integers.parquet": text | {"tags": tags, "seen": seen}, "floats.parquet": floats,
+        "floats.csv": text | {"item": list(map(decimals, item)), "hashed": list(map(decimals, item))},
+        "nan.parquet": not_a_number | lists, "nan.csv": not_a_number,
+        "words.csv": text | {"item": ["nan" if value is None else f"{value}" for value in item],
+                             "tags": texts(tags, decimals), "seen": texts(seen, lambda value: f"{value}.00|NaN"),
+                             "x": ["nan" if value is None else str(value) for value in x], "z": some,
+                             "hashed": floats["hashed"].fill_null(-1.0)},
+    }  # fmt: skip
+
+
+def test_whole_numbers_and_missing_values_are_the_same_however_they_are_written(tmp_path):
+    """Integers, floats of pandas, lists and texts of them; null, NaN, nan and a word for missing."""
+    rng = np.random.default_rng(0)
+    number = lambda: int(rng.choice([3, 12, 5 * 10**15, -7]))
+    item = [None if at % 5 == 0 else number() for at in range(60)]
+    bags = lambda: [[number() for _ in range(1 + at % 4)] for at in range(60)]
+    x = [None if at % 7 == 0 else float(rng.integers(5)) for at in range(60)]
+    found = {}
+    for name, columns in ways_of_writing(item, bags(), bags(), x).items():
+        frame = pl.DataFrame(columns)
+        (frame.write_csv if name.endswith(".csv") else frame.write_parquet)(tmp_path / name)
+        metadata = prepare([tmp_path / name], tmp_path / f"{name}.out", NUMBERED)
+        assert metadata["table"]["features"]["item"]["missing_share"] == 0.2, name
+        assert metadata["table"]["features"]["x"]["missing_share"] == pytest.approx(9 / 60), name
+        found[name] = digests(tmp_path / f"{name}.out") | {"digest": metadata["table"]["digest"]}
+    assert len(found) == 7
+    for name, its in found.items():
+        assert its == found["integers.csv"], name
+    train = read_all(tmp_path / "integers.csv.out", "train")
+    assert train["sparse"].min() == 0 and train["sparse"][:, 0].max() == 5  # 0 where missing, else one of four ids
+    assert (train["sparse"][:, 2] == 0).tolist() == (train["sparse"][:, 0] == 0).tolist()  # also where it is hashed
+
+
+def test_a_split_by_a_column_takes_its_values_as_they_are_written(tmp_path):
+    frame = pl.DataFrame({"y": [0, 1] * 5, "item": ["a"] * 10, "part": [1.0] * 8 + [2.0] * 2})
+    frame.write_csv(tmp_path / "a.csv")
+    frame.write_parquet(tmp_path / "a.parquet")
+    schema = Schema(label="y", features=[Categorical("item")], split=ByColumn("part", ("1.0",), (), ("2.0",)))
+    for name in ("a.csv", "a.parquet"):
+        assert prepare([tmp_path / name], tmp_path / f"{name}.out", schema)["rows"] == {"train": 8, "test": 2}
+
+
+def test_histories_count_in_the_table_that_they_share(tmp_path):
+    """Whatever is often enough in both together has a row, in training rows alone; so do tags."""
+    rows = ["1,i1,h1|h2|old|i2|h1,t", "0,i1,h1,i2|t", "1,i2,,", "0,,h3|i3,", "1,i9,h9|h9|h9,i9|h9", "0,i9,h9,"]
+    (tmp_path / "a.csv").write_text("\n".join(["y,item,seen,tags", *rows]) + "\n")
+    features = [Categorical("item", 3), Sequence("seen", last=4, share="item"), MultiHot("tags", share="item")]
+    metadata = prepare([tmp_path / "a.csv"], tmp_path / "out", Schema("y", features, ByRows(4 / 6)))
+    # i2: twice in seen and tags, once in item. h1: three times, of which the fifth last of its history is not read.
+    assert metadata["table"]["features"]["item"]["top"] == [["i2", 3]] and metadata["table"]["tables"] == {"item": 3}
+    train = read_all(tmp_path / "out", "train")
+    assert train["seen"].tolist() == [[1, 1, 2, 1], [1, -1, -1, -1], [-1] * 4, [1, 1, -1, -1]]
+    assert train["sparse"][:, 0].tolist() == [1, 1, 2, 0] and train["tags"][1, :3].tolist() == [2, 1, -1]
+    assert metadata["table"]["features"]["seen"]["unknown_share"] == {"train": 6 / 7, "test": 5 / 5}
+    assert Schema("y", features).features[1].min_count == 3
+    assert metadata["options"]["schema"]["features"][1][1]["min_count"] == 3  # so that other counts are another schema
 
 
 SPLITS = {
@@ -235,11 +328,14 @@ BAD = {
     "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
     "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
     "text after a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
-    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", "byte 5 is no UTF-8"),
+    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", r"byte 5 is no UTF-8; .*iconv -f latin1 -t utf-8"),
     "a label of 2": (b"2,ann,1.5,a|b,1,5", "'y' is '2', but it is 0 or 1"),
     "no label": (b",ann,1.5,a|b,1,5", "'y' is .*, but it is 0 or 1"),
     "a number in words": (b"1,ann,cheap,a|b,1,5", "'price' is 'cheap', but it is a number or missing"),
-    "not a number": (b"1,ann,nan,a|b,1,5", "'price' is 'nan'"),
+    "no finite number": (b"1,ann,inf,a|b,1,5", "'price' is 'inf', but it is a number or missing"),
+    "a label of NaN": (b"nan,ann,1.5,a|b,1,5", "'y' is 'nan', but it is 0 or 1"),
+    "a weight of NaN": (b"1,ann,1.5,a|b,NaN,5", "'w' is 'NaN', but it is a number from 0"),
+    "a time of NaN": (b"1,ann,1.5,a|b,1,nan", "'t' is 'nan', but it is a number, or a date"),
     "a decimal comma": (b'1,ann,"1,5",a|b,1,5', "'price' is '1,5'"),
     "a negative weight": (b"1,ann,1.5,a|b,-1,5", "'w' is '-1', but it is a number from 0"),
     "no weight": (b"1,ann,1.5,a|b,,5", "'w' is"),
@@ -294,7 +390,7 @@ def test_whatever_is_malformed_is_a_value_error_of_one_line(tmp_path_factory, da
     except ValueError as error:
         assert ("\n" not in str(error) and "a.csv" in str(error)) or "split" in str(error), error
         return
-    lines = bytes(text).replace(b"\r\n", b"\n").removesuffix(b"\n").count(b"\n")
+    lines = bytes(text).removesuffix(b"\r").replace(b"\r\n", b"\n").rstrip(b"\n").count(b"\n")
     assert sum(metadata["rows"].values()) + metadata["skipped_rows"] == lines
 
 
@@ -333,6 +429,12 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
         prepare([path], tmp_path / "out", Schema(label="y", features=[Categorical("colour")]))
     with pytest.raises(ValueError, match="the column 'y;user' .*is the separator right"):
         prepare([path], tmp_path / "out", Schema(label="y;user", features=[Categorical("user")], separator=";"))
+
+
+def test_a_header_in_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path):
+    (tmp_path / "a.csv").write_bytes("größe,y\n1,1\n".encode("latin-1"))
+    with pytest.raises(ValueError, match="a.csv, line 1: byte 3 of the header is no UTF-8.*iconv -f latin1 -t utf-8"):
+        prepare([tmp_path / "a.csv"], tmp_path / "out", Schema(label="y", features=[Categorical("größe")]))
 
 
 def test_a_parquet_file_that_was_seen_otherwise_is_refused(tmp_path):
@@ -392,6 +494,25 @@ def test_what_was_killed_goes_on_to_the_same_bytes(tmp_path, shards, monkeypatch
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes(), name
 
 
+def test_unknown_ids_are_counted_once_over_interruptions(tmp_path, monkeypatch):
+    path, whole = write(tmp_path / "a.csv", table(160)), tmp_path / "whole"
+    wanted = prepare([path], whole, SCHEMA, **SMALL)
+    for shards in (1, len(digests(whole)) - 1):
+        left = [shards]
+
+        def full(*arguments, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "no space")
+            return write_blocks(*arguments)
+
+        monkeypatch.setattr(preparation, "write_blocks", full)
+        with pytest.raises(OSError, match="no space"):
+            prepare([path], tmp_path / f"{shards}", SCHEMA, **SMALL)
+        monkeypatch.setattr(preparation, "write_blocks", write_blocks)
+        assert prepare([path], tmp_path / f"{shards}", SCHEMA, **SMALL) == wanted
+
+
 def test_a_directory_is_of_one_schema_and_of_the_text_that_was_read(tmp_path):
     rows = table(100)
     path = write(tmp_path / "a.csv", rows)
@@ -403,6 +524,28 @@ def test_a_directory_is_of_one_schema_and_of_the_text_that_was_read(tmp_path):
     write(path, rows[:-1] + rows[:1])
     with pytest.raises(ValueError, match="other sources"):
         prepare([path], tmp_path / "out", SCHEMA, **SMALL)
+
+
+def test_a_directory_of_an_earlier_version_can_be_read_but_maps_no_other_rows(tmp_path, monkeypatch):
+    """It took 12.0 and nan for categories, and its histories did not count."""
+    path, out = write(tmp_path / "a.csv", table(100)), tmp_path / "out"
+    schemas = {"hashed": SCHEMA, "vocabulary": Schema(label="click", features=FEATURES[:2])}
+    digest = lambda place, schema: prepare([path], place, schema, **SMALL)["table"]["digest"]
+    now = {name: digest(out if schema is SCHEMA else tmp_path / "b", schema) for name, schema in schemas.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxrec.data.tabular.look.FORMAT", 1)
+        before = {name: digest(tmp_path / f"{name}1", schema) for name, schema in schemas.items()}
+    # An equal vocabulary maps alike, whichever version has made it; hashing does not tell.
+    assert before["vocabulary"] == now["vocabulary"] and before["hashed"] != now["hashed"]
+    wanted, metadata = read_all(out, "train"), json.loads((out / "metadata.json").read_text())
+    assert len(list(read_rows([path], SCHEMA, out))) == 1
+    metadata["options"].pop("format")
+    (out / "metadata.json").write_text(json.dumps(metadata))
+    np.testing.assert_equal(read_all(out, "train"), wanted)
+    with pytest.raises(ValueError, match="holds a preparation with other format: use the same, or another directory"):
+        prepare([path], out, SCHEMA, **SMALL)
+    with pytest.raises(ValueError, match="was prepared by an earlier version.* prepare the same sources in another"):
+        next(read_rows([path], SCHEMA, out))
 
 
 def test_a_column_that_splits_is_a_category_as_well(tmp_path):
@@ -513,12 +656,72 @@ def test_what_cannot_be_mapped_is_refused_by_name(prepared, tmp_path):
         has_labels([tmp_path / "empty.parquet"], OF_FILES)
 
 
+def test_vocabularies_tell_what_rows_stand_for_and_back(tmp_path):
+    """Rows as the preparation has given them, from and to what the file says, in every kind of table."""
+    rows = table(200)
+    prepare([write(tmp_path / "a.csv", rows)], tmp_path / "out", SCHEMA, **SMALL)
+    known, tables = open_vocabularies(tmp_path / "out"), ("user", "item", "part", "when")
+    assert known.keys() == {*tables, "tags"}
+    found = joined(read_rows([tmp_path / "a.csv"], SCHEMA, tmp_path / "out"))
+    texts = lambda name: [given_(row[name]) or None for row in rows]
+    for column, name in enumerate(tables):
+        np.testing.assert_array_equal(known[name].encode(texts(name)), found["sparse"][:, column], err_msg=name)
+    assert known["item"].decode(found["sparse"][:, 1]) == texts("item")
+    named = known["user"].decode(found["sparse"][:, 0])
+    assert all(name in (user, "<unknown>") for name, user in zip(named, texts("user"), strict=True))
+    assert None in named and "<unknown>" in named and (known["user"].encode(named) == found["sparse"][:, 0]).all()
+    assert known["when"].decode([0, 1, 2, 3, -1]) == [None, "below 3", "3 to 7.5", "from 7.5", None]
+    tags = [[*filter(None, given_(row["tags"]).split(";")), None, None][:2] for row in rows]
+    assert [known["tags"].decode(row) for row in found["tags"]] == tags
+    with pytest.raises(ValueError, match="the table 'part' hashes: a row of it stands for many"):
+        known["part"].decode([1])
+    prepare([write(tmp_path / "b.csv", table(200, 1))], tmp_path / "other", SCHEMA, **SMALL)
+    (tmp_path / "other" / "vocabulary.npz").replace(tmp_path / "out" / "vocabulary.npz")
+    with pytest.raises(ValueError, match="vocabulary.npz is of another preparation"):
+        open_vocabularies(tmp_path / "out")
+
+
+def test_a_directory_of_part_files_is_its_files_by_name(tmp_path):
+    rows, parts = table(90), tmp_path / "parts"
+    parts.mkdir()
+    for number in (1, 0):
+        write(parts / f"part-{number}.csv", rows[45 * number : 45 * (number + 1)])
+    (parts / "_SUCCESS").touch()
+    (parts / ".part-0.csv.crc").write_bytes(b"crc")
+    prepare([write(tmp_path / "whole.csv", rows)], tmp_path / "a", SCHEMA, **SMALL)
+    prepare([parts], tmp_path / "b", SCHEMA, **SMALL)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert has_labels([parts], SCHEMA) and len(joined(read_rows([parts], SCHEMA, tmp_path / "b"))["label"]) == 90
+    for place, rule in (("b", "b is no file: give raw files"), ("none", "none has no files"), ("", "holds the direc")):
+        (tmp_path / "none").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=rule):
+            prepare([tmp_path / place], tmp_path / "c", SCHEMA)
+
+
+@pytest.mark.parametrize("split", [split for split, _ in SPLITS.values()] + [AtRandom(0.6, 0.2, 3), SPLIT])
+def test_a_prepared_table_knows_its_schema(tmp_path, split):
+    schema = dataclasses.replace(SCHEMA, split=split, columns=(*NAMES, "day"), separator="\t", quote=False)
+    assert restored(json.loads(json.dumps(schema.described()))) == schema
+    if split is SPLIT:
+        prepare([write(tmp_path / name, table(30, seed)) for seed, name in enumerate(("a.csv", "b.csv"))],
+                tmp_path / "out", OF_FILES)  # fmt: skip
+        assert schema_of(tmp_path / "out") == OF_FILES
+        prepare_criteo([write_criteo(tmp_path, 30)], tmp_path / "criteo")
+        with pytest.raises(ValueError, match="holds Criteo rows, prepared without a schema"):
+            schema_of(tmp_path / "criteo")
+
+
+def write_criteo(directory, rows):
+    path = directory / "train.txt"
+    path.write_text("\n".join(criteo_lines(rows)) + "\n")
+    return path
+
+
 # ---- ready-made schemas, and schemas that contradict themselves
 
 
 def test_criteo_by_its_schema_is_criteo_by_its_own_preparation(tmp_path):
-    path = tmp_path / "train.txt"
-    path.write_text("\n".join(criteo_lines(300)) + "\n")
+    path = write_criteo(tmp_path, 300)
     own = prepare_criteo([path], tmp_path / "a")
     ours = prepare([path], tmp_path / "b", ready.CRITEO)
     assert own["rows"] == ours["rows"] and own["cardinalities"] == ours["cardinalities"]
@@ -621,6 +824,14 @@ WRONG = {
     "a bag of a taken name": (lambda: Schema(label="y", features=[MultiHot("dense")]), "rename the column"),
     "a text for texts": (lambda: Schema(label="y", features=[USER], missing="NA"), "must be a list of texts"),
     "min_count 0": (lambda: Categorical("user", min_count=0), "min_count of 'user'=0 must be a whole number"),
+    "another min_count for a shared table": (
+        lambda: Schema(label="y", features=[USER, Sequence("s", share="user", min_count=1)]),
+        "min_count=1 of 's' is not that of 'user', whose table it shares, 2: leave it out",
+    ),
+    "another hash_cap for a shared table": (
+        lambda: Schema(label="y", features=[USER, MultiHot("s", share="user", hash_cap=9)]),
+        "hash_cap=9 of 's' is not that of 'user', whose table it shares, None: leave it out",
+    ),
     "hash_cap 1": (lambda: Categorical("user", hash_cap=1), "hash_cap of 'user'=1"),
     "at_most 0": (lambda: MultiHot("tags", at_most=0), "at_most of 'tags'=0"),
     "last 0": (lambda: Sequence("seen", last=0), "last of 'seen'=0"),

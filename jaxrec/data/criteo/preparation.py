@@ -73,7 +73,7 @@ def prepare(
 
     Returns:
       The metadata: cardinalities (rows of each field's table), rows and label_mean of each split, skipped_rows,
-      options, sources.
+      options, sources; with a vocabulary, unknown_share, {field: {split: share of its ids without rows of their own}}.
 
     Raises:
       ValueError: a malformed file (with file, line, rule), or an error of `prepare_files`.
@@ -110,6 +110,12 @@ def _write(job: Job) -> list[int]:
 
     write_shards(job, encoded, {"train": 0, "test": first_test})
     check_splits(job, {"train", "test"}, _CHANGE)
+    if job.options["hash_cap"] is None and "ids" in job.state:
+        counts = {split: of["ids"] for split, of in job.state["ids"].items()}
+        job.state["unknown_share"] = {
+            f"C{field + 1}": {split: rare[field] / max(given[field], 1) for split, (given, rare) in counts.items()}
+            for field in range(FIELDS)
+        }
     return list(encoder.cardinalities)
 
 

@@ -13,6 +13,7 @@ from jaxrec.data.tabular.schema import (
     FIRST_ROW,
     MISSING,
     RARE,
+    WHOLE,
     Bag,
     Categorical,
     Dense,
@@ -86,6 +87,13 @@ def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Id
     return found
 
 
+def rows_of(ids: Ids, texts: Any) -> np.ndarray:
+    """Return the row of each string of a series, 0 where it is null, i32[n]."""
+    there, found = texts.is_not_null().to_numpy(), np.full(len(texts), MISSING, np.int32)
+    found[there] = ids(texts.drop_nulls())
+    return found
+
+
 def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, int]:
     """Return {table: number of rows}, in the order of the features."""
     rows = {}
@@ -98,20 +106,42 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
     return rows
 
 
-def flattened(bag: Bag, series: Any, missing: Iterable[str]) -> tuple[np.ndarray, Any]:
+def categories(series: Any, absent: Iterable[str]) -> Any:
+    """Return a series as strings, in which whole numbers have no decimals, and null is missing.
+
+    A column of integers becomes one of floats in pandas as soon as a value is missing, in Parquet and in text: 12.0 is
+    the same category as 12.
+
+    Args:
+      absent: texts that stand for no category.
+    """
+    import polars as pl
+
+    texts = series.cast(pl.String)
+    # A regular expression takes ten times as long as these two, and few columns need it.
+    if texts.filter(texts.str.ends_with("0")).str.contains(".", literal=True).any():
+        texts = texts.str.replace(WHOLE, "${1}")
+    nothing = texts.is_in([*absent]).fill_null(False)
+    return texts.set(nothing, None) if nothing.any() else texts
+
+
+def flattened(bag: Bag, series: Any, absent: Iterable[str]) -> tuple[np.ndarray, Any]:
     """Concatenate the categories of a bag, at most `bag.hots` of each of n strings with separators, or lists.
+
+    Args:
+      absent: texts that stand for no category.
 
     Returns:
       The number of categories of each row, i64[n], and all categories as a series without nulls.
     """
     import polars as pl
 
-    listed = series if series.dtype == pl.List(pl.String) else series.str.split(bag.separator)
+    listed = series if series.dtype == pl.List else series.str.split(bag.separator)
     many = listed.list.len().fill_null(0).to_numpy().astype(np.int64)
     # An empty list would explode to a null.
     values = listed.filter(pl.Series(many > 0)).explode() if many.any() else pl.Series([], dtype=pl.String)
-    row = np.repeat(np.arange(len(many)), many)
-    there = values.is_not_null() & ~values.is_in(["", *missing]).fill_null(True)
+    values, row = categories(values, absent), np.repeat(np.arange(len(many)), many)
+    there = values.is_not_null()
     if not there.all():
         values, row = values.filter(there), row[there.to_numpy()]
         many = np.bincount(row, minlength=len(many))
@@ -148,6 +178,12 @@ def standardised(feature, values: np.ndarray, mean: float, deviation: float) -> 
     return np.where(np.isnan(values), feature.missing, np.clip(values, -limit, limit)).astype(np.float32)
 
 
+def buckets(feature: Dense, values: np.ndarray) -> np.ndarray:
+    """Return the row of each number f64[n] of a feature with buckets, i32[n]."""
+    bucket = 1 + np.searchsorted(np.array(feature.buckets), values, side="right")
+    return np.where(np.isnan(values), MISSING, bucket).astype(np.int32)
+
+
 def arrays(
     schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
 ) -> dict[str, np.ndarray]:
@@ -174,18 +210,12 @@ def arrays(
     if single:
         found["ids.sparse"] = np.stack(single, axis=1)
     for bag in schema.bags:
-        many, values = flattened(bag, frame[f"b:{bag.column}"], schema.missing)
+        many, values = flattened(bag, frame[f"b:{bag.column}"], schema.absent)
         found[f"ids.{bag.column}"] = padded(many, ids_of[table_of(bag)](values), bag.hots)
     return found
 
 
 def _single(feature, frame, ids_of) -> np.ndarray:
-    if is_bucketed(feature):
-        column = frame[f"n:{feature.column}"].to_numpy()
-        bucket = 1 + np.searchsorted(np.array(feature.buckets), column, side="right")
-        return np.where(np.isnan(column), MISSING, bucket).astype(np.int32)
-    series = frame[f"c:{feature.column}"]
-    there = series.is_not_null()
-    ids = np.full(len(series), MISSING, np.int32)
-    ids[there.to_numpy()] = ids_of[feature.column](series.drop_nulls())
-    return ids
+    if not is_bucketed(feature):
+        return rows_of(ids_of[feature.column], frame[f"c:{feature.column}"])
+    return buckets(feature, frame[f"n:{feature.column}"].to_numpy())

@@ -6,6 +6,9 @@ import numba
 import numpy as np
 
 SPLIT = "\x1f"  # replaces a separator of several characters
+NO_UTF8 = (
+    "is no UTF-8; if the file is Latin-1, as of many spreadsheets, convert it (iconv -f latin1 -t utf-8 OLD > NEW)"
+)
 
 
 def well_formed(text: bytes, separator: bytes, columns: int, quote: bool) -> np.ndarray:
@@ -62,7 +65,7 @@ def explain(line: bytes, separator: bytes, columns: int, quote: bool) -> str:
     try:
         line.decode()
     except UnicodeDecodeError as error:
-        return f"byte {error.start + 1} is no UTF-8, but a text is UTF-8"
+        return f"byte {error.start + 1} {NO_UTF8}"
     if len(separator) > 1 and SPLIT.encode() in line:
         return f"a field holds the control character {SPLIT!r}, but fields are text"
     fields = line.count(separator) + 1

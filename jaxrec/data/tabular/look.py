@@ -10,7 +10,7 @@ import hashlib
 import json
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +18,13 @@ import numpy as np
 
 from jaxrec.data.tabular.encode import flattened, numbers
 from jaxrec.data.tabular.reading import Table
-from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Schema, table_of
+from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Feature, Schema, table_of
 from jaxrec.data.tabular.splits import ByTime
 from jaxrec.files import atomic_write
 
 PENDING_VALUES = 1 << 20  # counted at once, which bounds the memory of counting
 PERIODS = 20
+FORMAT = 2  # of the mapping; in 1, 12.0 and nan were categories, and a bag did not count in a table that it shared
 _MOST_SPANS, _TOP = 1 << 12, 5
 
 
@@ -69,11 +70,11 @@ class Looking:
             if isinstance(feature, Dense):
                 if feature.standardise:
                     self._number(feature, of_train[key].drop_nulls().to_numpy())
-            elif feature.hash_cap is None and table_of(feature) == feature.column:
+            elif feature.hash_cap is None:
                 values = of_train[key]
                 if isinstance(feature, Bag):
-                    _, values = flattened(feature, values, self._schema.missing)
-                self._count(feature.column, values.drop_nulls())
+                    _, values = flattened(feature, values, self._schema.absent)
+                self._count(table_of(feature), values.drop_nulls())
 
     def _label(self, table: Table) -> None:
         first = self._schema.label[0]
@@ -189,19 +190,45 @@ def load(path: Path, remedy: str) -> tuple[Look, dict[str, Any]]:
 def digest(schema: Schema, look: Look) -> str:
     """Return a digest that is equal for two preparations if and only if they map all values alike."""
     kept = {"schema": schema.described(), "vocabularies": look.vocabularies, "moments": look.summary["moments"]}
+    if any(getattr(feature, "hash_cap", None) for feature in schema.features):  # no vocabulary tells how they were read
+        kept["format"] = FORMAT
     # How rows are read, split, weighted and labelled does not affect the mapping of values.
     for name in ("split", "columns", "separator", "quote", "weight", "label"):
         kept["schema"].pop(name)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def shown(schema: Schema, look: Look, tables: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Summarise each feature: rows of its table, share of missing values, most frequent values with their counts."""
+def _ids_of(feature: Feature, schema: Schema, counts: Mapping[str, Any]) -> Any:
+    """Return a feature's part of the counts of ids of a split: those given and the unknown ones, for each column."""
+    if isinstance(feature, Bag):
+        return counts[f"ids.{feature.column}"]
+    place = schema.single.index(feature.column)
+    return [[of[place]] for of in counts["ids.sparse"]]
+
+
+def shown(
+    schema: Schema, look: Look, tables: dict[str, int], ids: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Summarise each feature.
+
+    Args:
+      tables: {table: rows}.
+      ids: {split: {column of the blocks: result of `count_ids`}}.
+
+    Returns:
+      {feature: rows of its table, share of missing values, most frequent values with their counts, the share of unknown
+      ids among those of each split, and the most ids of a row}, as far as it has them.
+    """
     found = {}
     for feature in schema.features:
         one: dict[str, Any] = {"missing_share": look.summary["missing"][feature.column] / max(look.summary["rows"], 1)}
         if table_of(feature) in tables:
             one["table_rows"] = tables[table_of(feature)]
+            its = {split: _ids_of(feature, schema, counts) for split, counts in ids.items()}
+            if table_of(feature) in look.vocabularies:
+                one["unknown_share"] = {name: sum(rare) / max(sum(given), 1) for name, (given, rare) in its.items()}
+            if isinstance(feature, Bag):
+                one["most"] = max(sum(map(bool, given)) for given, _ in its.values())
         if feature.column in look.summary["distinct"]:
             one["distinct"] = look.summary["distinct"][feature.column]
             counts = look.counts[feature.column]

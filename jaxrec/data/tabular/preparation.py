@@ -74,6 +74,7 @@ def prepare(
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
         "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
+        "format": looks.FORMAT,
     }
     return prepare_files(
         local_files(sources), local_path(directory), options,
@@ -128,7 +129,7 @@ def _write(job: Job, schema: Schema) -> list[int]:
         "labels": [label.column for label in schema.label], "dense": [f.column for f in schema.dense],
         "sparse": list(schema.single), "tables": rows,
         "bags": {b.column: {"table": table_of(b), "hots": b.hots, "kind": type(b).__name__} for b in schema.bags},
-        "digest": looks.digest(schema, look), "features": looks.shown(schema, look, rows),
+        "digest": looks.digest(schema, look), "features": looks.shown(schema, look, rows, job.state["ids"]),
         "label_over_time": look.summary["label_over_time"],
     }  # fmt: skip
     return list(rows.values())

@@ -1,20 +1,26 @@
-"""Raw rows for a trained model: encoded with the categories and moments of a prepared table, labelled or not."""
+"""Raw rows for a trained model, with the categories and moments of a prepared table; and what its rows stand for."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
-from jaxrec.data.tabular.encode import arrays, encoders
+from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of
 from jaxrec.data.tabular.preparation import open_table
 from jaxrec.data.tabular.reading import read_pieces, read_table
-from jaxrec.data.tabular.schema import Schema
+from jaxrec.data.tabular.schema import Schema, is_bucketed, restored
 from jaxrec.data.tabular.splits import ByRows
 from jaxrec.files import local_path
+
+_AS_PREPARED = "give the directory as it was prepared."
 
 
 def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
@@ -52,9 +58,9 @@ def read_rows(
       Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
     """
     directory = local_path(directory)
-    digest = open_table(directory, "train").metadata["table"]["digest"]
-    look, _ = looks.load(directory / VOCABULARY, "give the directory as it was prepared.")
-    if looks.digest(schema, look) != digest:
+    metadata = _metadata(directory)
+    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
+    if looks.digest(schema, look) != metadata["table"]["digest"]:
         raise ValueError(
             f"{directory} was prepared with another schema, by which the same values are other categories: give the "
             "one that it was prepared with."
@@ -66,6 +72,90 @@ def read_rows(
         if table.bad_rows:
             raise ValueError(f"{table.why}. Correct it: every row is predicted.")
         yield arrays(schema, table.frame, ids_of, moments)
+
+
+def schema_of(directory: str | Path) -> Schema:
+    """Return the schema by which a table was prepared, without `gather`.
+
+    Args:
+      directory: directory of the prepared table.
+
+    Raises:
+      ValueError: the preparation is incomplete, of Criteo's files, or by an earlier version.
+    """
+    return restored(_metadata(local_path(directory))["options"]["schema"])
+
+
+class Vocabulary(NamedTuple):
+    """What the rows of a table stand for.
+
+    Attributes:
+      decode: row numbers -> their categories, `None` for a missing one (row 0, and -1 in bags), '<unknown>' for row 1,
+        the bounds of a bucket; raises ValueError if the table hashes.
+      encode: categories as a file has them, None where missing -> rows, i32[n], as in the preparation.
+    """
+
+    decode: Callable[[npt.ArrayLike], list[str | None]]
+    encode: Callable[[Iterable[str | None]], np.ndarray]
+
+
+def open_vocabularies(directory: str | Path) -> dict[str, Vocabulary]:
+    """Open the categories of all tables of a prepared table.
+
+    Args:
+      directory: directory of the prepared table.
+
+    Returns:
+      {table: its vocabulary}; a bag that shares a table has none of its own.
+
+    Raises:
+      ValueError: as for `schema_of`, or vocabulary.npz is missing, damaged or of another preparation.
+    """
+    directory = local_path(directory)
+    metadata = _metadata(directory)
+    schema = restored(metadata["options"]["schema"])
+    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
+    if looks.digest(schema, look) != metadata["table"]["digest"]:
+        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {_AS_PREPARED}")
+    ids_of = functools.cache(lambda: encoders(schema, look.vocabularies))
+    features = {feature.column: feature for feature in schema.features}
+    return {table: _vocabulary(features[table], schema, look, ids_of) for table in metadata["table"]["tables"]}
+
+
+def _vocabulary(feature: Any, schema: Schema, look: looks.Look, ids_of: Callable[[], Any]) -> Vocabulary:
+    import polars as pl
+
+    def encode(texts):
+        series = categories(pl.Series(texts, dtype=pl.String), schema.absent)
+        if not is_bucketed(feature):
+            return rows_of(ids_of()[feature.column], series)
+        return buckets(feature, series.cast(pl.Float64).to_numpy())
+
+    def decode(rows):
+        if not is_bucketed(feature) and feature.hash_cap is not None:
+            raise ValueError(
+                f"the table {feature.column!r} hashes: a row of it stands for many categories, unknown ones."
+            )
+        return [words[row] if row > 0 else None for row in np.asarray(rows).ravel().tolist()]
+
+    if is_bucketed(feature):
+        bounds = [f"{bound:g}" for bound in feature.buckets]
+        between = [f"{low} to {high}" for low, high in itertools.pairwise(bounds)]
+        words = [None, f"below {bounds[0]}", *between, f"from {bounds[-1]}"]
+    else:
+        words = [None, "<unknown>", *look.vocabularies.get(feature.column, [])]
+    return Vocabulary(decode, encode)
+
+
+def _metadata(directory: Path) -> dict[str, Any]:
+    """Return the metadata of a table that this version can map values by."""
+    metadata = open_table(directory, "train").metadata
+    if metadata["options"].get("format") != looks.FORMAT:
+        raise ValueError(
+            f"{directory} was prepared by an earlier version, which read some values otherwise, such as 12.0 and nan: "
+            "prepare the same sources in another directory, and give that; if it has another vocabulary, train again."
+        )
+    return metadata
 
 
 def _as_read(schema: Schema, labelled: bool) -> Schema:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrec.data.sources import CHUNK_BYTES, Seen, changed, is_parquet, read_chunks
-from jaxrec.data.tabular.lines import SPLIT, explain, well_formed
+from jaxrec.data.tabular.encode import categories
+from jaxrec.data.tabular.lines import NO_UTF8, SPLIT, explain, well_formed
 from jaxrec.data.tabular.schema import Categorical, Dense, Schema
 from jaxrec.data.tabular.splits import ByColumn, ByTime
 
@@ -81,8 +82,8 @@ def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
 def _header(path: Path, schema: Schema, line: bytes) -> tuple[str, ...]:
     try:
         text = line.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}, line 1: the header is no UTF-8: convert the file (iconv -t UTF-8).") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line 1: byte {error.start + 1} of the header {NO_UTF8}.") from None
     if not schema.quote:
         names = text.split(schema.separator)
     else:
@@ -186,16 +187,17 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
     import polars as pl
 
     columns, checks = {}, []
-    missing = list(schema.missing)
+    no_numbers = pl.Series(schema.missing, dtype=pl.String).cast(pl.Float64, strict=False).drop_nulls().to_list()
 
     def number(name, needed, rule="a number", fits=None):
         series = frame[name]
-        if series.dtype == pl.String and missing:
-            series = series.set(series.is_in(missing), None)
         found = _numbers(pl, series, name == times, piece, name)
+        absent = series.is_null() | found.is_nan().fill_null(False) | found.is_in(no_numbers).fill_null(False)
+        if series.dtype == pl.String:
+            absent |= series.is_in(["", *schema.missing]).fill_null(True)
+        found = found.set(absent, None)
         ok = found.is_finite().fill_null(False) if fits is None else fits(found).fill_null(False)
-        given = series.is_not_null() & (series != "") if series.dtype == pl.String else series.is_not_null()
-        checks.append((name, rule, (ok if needed else ok | ~given).to_numpy(), series))
+        checks.append((name, rule, (ok if needed else ok | absent).to_numpy(), series))
         columns[f"n:{name}"] = found
 
     times = schema.split.column if isinstance(schema.split, ByTime) else None
@@ -213,10 +215,10 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
                 number(feature.column, False, "a number or missing")
             continue
         role = "c" if isinstance(feature, Categorical) else "b"
-        columns[f"{role}:{feature.column}"] = _texts(pl, frame[feature.column], missing, piece, role)
+        columns[f"{role}:{feature.column}"] = _categories(pl, frame[feature.column], schema.absent, piece, role)
     if isinstance(schema.split, ByColumn):
         split = schema.split
-        found = _texts(pl, frame[split.column], [], piece, "c")
+        found = _checked(pl, frame[split.column], piece, "c").cast(pl.String)  # as the split says it, whatever it is
         known = found.is_in([*split.train, *split.validation, *split.test]).fill_null(False)
         checks.append((split.column, "a value of the split", known.to_numpy(), found))
         columns[f"s:{split.column}"] = found
@@ -254,15 +256,19 @@ def _moment(text: str) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
-def _texts(pl, series, missing: list[str], piece: Piece, role: str):
-    """Convert a series to strings or lists of strings, null where missing."""
+def _categories(pl, series, absent: Sequence[str], piece: Piece, role: str):
+    """Convert a series to strings, null where missing, or to lists."""
+    series = _checked(pl, series, piece, role)
+    if isinstance(series.dtype, pl.List | pl.Array):
+        return series.cast(pl.List(series.dtype.inner))
+    return categories(series, absent)
+
+
+def _checked(pl, series, piece: Piece, role: str):
+    """Return a series whose values can be categories."""
     listed = isinstance(series.dtype, pl.List | pl.Array)
     inner = series.dtype.inner if listed else series.dtype
     if (listed and role == "c") or inner.is_nested() or inner in (pl.Binary, pl.Object):
         kinds = "texts and whole numbers are categories" + ("" if role == "c" else ", or lists of them")
         raise ValueError(f"{piece.path}: {series.name!r} holds {series.dtype}, but {kinds}: cast it.")
-    if listed:
-        return series.cast(pl.List(pl.String))
-    series = series.cast(pl.String)
-    empty = series.is_in(["", *missing])
-    return series.set(empty.fill_null(False), None) if empty.any() else series
+    return series

@@ -12,17 +12,20 @@ A vocabulary maps missing categories to row 0, all rare ones to row 1, and the o
 
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any
 
 from jaxrec.bounds import real_number, whole_number
 from jaxrec.data.preparation import MOST_ROWS
-from jaxrec.data.tabular.splits import ByColumn, ByRows, ByTime, Split, texts
+from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime, Split, texts
 
 MISSING, RARE, FIRST_ROW = 0, 1, 2
-_MOST_HOTS = 1000
+WHOLE = r"^([+-]?[0-9]+)\.0+$"  # a whole number with decimals, as pandas writes integers of which one is missing
+_NOT_A_NUMBER = ("nan", "NaN")  # as Python and pandas, and as Rust, Java and JavaScript write it
+_MOST_HOTS, _MIN_COUNT = 1000, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Categorical:
     """
 
     column: str
-    min_count: int = 2
+    min_count: int = _MIN_COUNT
     hash_cap: int | None = None
 
     def __post_init__(self):
@@ -51,14 +54,14 @@ class MultiHot:
       column: column name.
       separator: string between two categories.
       at_most: number of categories kept, the first ones.
-      min_count, hash_cap: as in `Categorical`.
-      share: column whose table is looked up; None for the feature's own table.
+      min_count, hash_cap: as in `Categorical`; with `share`, those of that column.
+      share: column whose table is looked up, and whose vocabulary counts these categories too; None for an own table.
     """
 
     column: str
     separator: str = "|"
     at_most: int = 8
-    min_count: int = 2
+    min_count: int | None = None
     hash_cap: int | None = None
     share: str | None = None
 
@@ -80,14 +83,14 @@ class Sequence:
       column: column name.
       separator: string between two categories.
       last: T, number of categories kept, the newest ones.
-      min_count, hash_cap: as in `Categorical`.
-      share: column whose table is looked up; None for the feature's own table.
+      min_count, hash_cap: as in `Categorical`; with `share`, those of that column.
+      share: column whose table is looked up, and whose vocabulary counts these categories too; None for an own table.
     """
 
     column: str
     separator: str = "|"
     last: int = 20
-    min_count: int = 2
+    min_count: int | None = None
     hash_cap: int | None = None
     share: str | None = None
 
@@ -163,7 +166,8 @@ class Schema:
       columns: names of all columns in order, for text without a header; None if the first line names them.
       separator: string between two fields of a text.
       quote: whether fields of a text may be in double quotes.
-      missing: strings that stand for a missing value, besides the empty field.
+      missing: strings that stand for a missing value, besides the empty field and, except for the label, weight and
+        split, NaN.
       gather: (sources, directory) -> sources: first joins several files into one table, in the directory of the
         preparation.
 
@@ -192,6 +196,7 @@ class Schema:
         if self.columns is not None:
             set_to("columns", texts("columns", self.columns))
         _check_schema(self)
+        set_to("features", tuple(_sharing(f, self.features) if isinstance(f, Bag) else f for f in self.features))
 
     @property
     def single(self) -> tuple[str, ...]:
@@ -216,6 +221,11 @@ class Schema:
         names += [self.split.column] if isinstance(self.split, ByTime | ByColumn) else []
         return tuple(dict.fromkeys(names))
 
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Texts that stand for no category."""
+        return ("", *_NOT_A_NUMBER, *self.missing, *(re.sub(WHOLE, r"\1", text) for text in self.missing))
+
     def described(self) -> dict[str, Any]:
         """Return the schema as JSON types; equal for equal schemas."""
         plain = {
@@ -230,6 +240,25 @@ class Schema:
         }
 
 
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (Label, Categorical, MultiHot, Sequence, Dense, ByRows, AtRandom, ByTime, ByColumn, ByFile)
+}
+
+
+def restored(described: Mapping[str, Any]) -> Schema:
+    """Return the schema that `Schema.described` describes, without `gather`.
+
+    >>> schema = Schema("y", [Categorical("item"), Sequence("seen", share="item"), Dense("age", buckets=(18, 30))])
+    >>> restored(schema.described()) == schema
+    True
+    """
+    made = {
+        name: [_KINDS[kind](**fields) for kind, fields in described[name]] for name in ("label", "features", "split")
+    }
+    return Schema(**{**described, **made, "split": made["split"][0]})
+
+
 def is_bucketed(feature: Feature) -> bool:
     """Whether a feature is a number that becomes a category."""
     return isinstance(feature, Dense) and bool(feature.buckets)
@@ -238,6 +267,21 @@ def is_bucketed(feature: Feature) -> bool:
 def table_of(feature: Feature) -> str:
     """Return the name of the table in which a feature is looked up."""
     return (feature.share or feature.column) if isinstance(feature, Bag) else feature.column
+
+
+def _sharing(bag: Bag, features: Several[Feature]) -> Bag:
+    """Return a bag with the min_count and hash_cap of the column whose table it shares."""
+    of = next((f for f in features if f.column == bag.share), None)
+    if not isinstance(of, Categorical):
+        return bag
+    for name, value in (("min_count", of.min_count), ("hash_cap", of.hash_cap)):
+        given = getattr(bag, name)
+        if given not in (None, value):
+            raise ValueError(
+                f"{name}={given} of {bag.column!r} is not that of {bag.share!r}, whose table it shares, {value}: leave "
+                "it out, or change that one."
+            )
+    return dataclasses.replace(bag, min_count=of.min_count, hash_cap=of.hash_cap)
 
 
 def _listed(fields: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +311,10 @@ def _check_schema(schema: Schema) -> None:
 
 
 def _check_vocabulary(feature) -> None:
+    if isinstance(feature, Bag) and feature.min_count is None:
+        if feature.share is not None:
+            return  # the schema gives it those of the column
+        object.__setattr__(feature, "min_count", _MIN_COUNT)
     whole_number(f"min_count of {feature.column!r}", feature.min_count)
     if feature.hash_cap is not None:
         whole_number(f"hash_cap of {feature.column!r}", feature.hash_cap, 2, MOST_ROWS)
