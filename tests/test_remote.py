@@ -591,10 +591,11 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
                 tracker.track_until(step)
             if what in ("save", "fail"):
                 picked = [tracker.pick(tables) for tracker, tables in zip(trackers, homes, strict=True)]
-                for here, there in zip(*(pick.values() for pick in picked), strict=True):
-                    jax.tree.map(np.testing.assert_array_equal, here.rows, there.rows)
-                for tracker, pick in zip(trackers, picked if what == "save" else ({}, {}), strict=True):
-                    tracker.saved(pick)
+                jax.tree.map(np.testing.assert_array_equal, *picked)
+                for tracker, tables, rows in zip(trackers, homes, picked, strict=True):
+                    copied = tracker.copied(tables, rows)
+                    if what == "save":
+                        tracker.saved(copied)
             elif what == "die":
                 lost = fleet.shards[step % servers]
                 fleet.tables.mark_lost(lost, "the test says so")
@@ -624,9 +625,9 @@ def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
         tracker = RowTracker(SPEC, scar(), 0.5, {})
         asked.clear()
         tracker.begin(fleet.tables, {})
-        tracker.saved(tracker.pick(fleet.tables))
+        tracker.saved(tracker.copied(fleet.tables, tracker.pick(fleet.tables)))
         tracker.close()
-    assert set(asked) == {"track"} and len(asked) == 6
+    assert set(asked) == {"track"} and len(asked) == 8
 
 
 def test_batches_are_tracked_many_in_a_message():
