@@ -433,23 +433,38 @@ def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
     assert restore(old_run, fresh(HostTables))[1].step == 12
 
 
-def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and_stays(old_run):
-    """An older and a newer format, through every function that reads images."""
-    for number in (1, 3):
-        for path in [*images(old_run), *deltas(old_run)]:
-            body = json.dumps(json.loads((path / "manifest.json").read_bytes().split(b"\n")[0]) | {"format": number})
-            digest = hashlib.sha256(body.encode()).hexdigest()
-            (path / "manifest.json").write_text(f"{body}\n{digest}\n")
-        files = sorted(old_run.rglob("*"))
-        whole = images(old_run)[0]
-        for act in (
-            lambda: restore(old_run, fresh(HostTables)),
-            lambda whole=whole: restore(whole, fresh(HostTables)),
-            lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
-            lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
-        ):
-            with pytest.raises(
-                ValueError, match=rf"format {number}, and this version of jaxrec reads format 2: go on with"
-            ):
-                act()
-        assert sorted(old_run.rglob("*")) == files
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda body: body | {"format": 1}, "format 1"),
+        (lambda body: body | {"format": 3}, "format 3"),
+        (lambda body: body | {"later": 5}, r"format 2, with \['later'\]"),
+        (lambda body: {key: body[key] for key in body if key != "scales"}, r"format 2, without \['scales'\]"),
+        (lambda body: {}, r"format None, without \['dense'.*\]"),
+    ],
+)
+def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and_stays(old_run, change, told):
+    """An older and a newer format, and other fields, through every function that reads images."""
+    for path in [*images(old_run), *deltas(old_run)]:
+        body = json.dumps(change(json.loads((path / "manifest.json").read_bytes().split(b"\n")[0])))
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        (path / "manifest.json").write_text(f"{body}\n{digest}\n")
+    files = sorted(old_run.rglob("*"))
+    for act in (
+        lambda: restore(old_run, fresh(HostTables)),
+        lambda: restore(images(old_run)[0], fresh(HostTables)),
+        lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
+        lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=f"{told}, and this version of jaxrec reads format 2: go on with"):
+            act()
+    assert sorted(old_run.rglob("*")) == files
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", "{"])
+def test_the_run_id_of_another_version_is_refused_with_the_way_out(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json is damaged, or of another version of jaxrec .*: remove it"):
+        Checkpointer(tmp_path)
+    (tmp_path / "run.json").unlink()
+    Checkpointer(tmp_path).close()
