@@ -770,7 +770,10 @@ def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_
     assert same(bits(restore(tmp_path, fresh("host"))[0]), wanted) and not list(tmp_path.glob("*.partial"))
 
 
-def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path):
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path, left_over):
+    """Nor does it if the other directory holds the proof of an earlier save."""
+
     class Mounted(InProcess):
         """A server on a machine where this path is another directory."""
 
@@ -780,6 +783,8 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
             )
 
     (tmp_path / "other").mkdir()
+    if left_over:
+        (tmp_path / "other" / "probe").write_text("of an earlier save")
     tables = remote(SPEC, ROWS, way=lambda *about: Mounted(ShardServer(*about)))
     state = fresh("host")._replace(tables=tables)
     words = r"the server of shards \[0, 2\] does not see .*other, where it is to save its rows: give a directory that"

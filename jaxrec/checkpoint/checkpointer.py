@@ -159,7 +159,7 @@ def _run_of(directory):
         return json.loads((directory / _RUN).read_text())["run"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{directory / _RUN} is damaged, or of another version of jaxrec ({error}): remove it, as no image is there."
+            f"{directory / _RUN} is damaged, or of another version ({error}): remove it, as there is no image."
         ) from error
 
 
