@@ -311,6 +311,12 @@ def test_the_largest_are_picked_never_more_and_never_zeros(weight, budget, real)
     assert sorted(weight[rows]) == sorted(weight)[len(weight) - len(rows) :]
 
 
+def test_changes_whose_squares_leave_float32_are_in_order():
+    new = np.array([[1e25, 0], [1e30, 0], [3e-25, 0], [0, 0]], np.float32)
+    ((huge, larger, tiny, none),) = counters.changes([new], [np.zeros_like(new)])
+    assert np.inf > larger > huge > tiny > none == 0
+
+
 def test_a_pick_beside_touches_loses_no_access():
     """Concurrent touches are either seen by a copy or still counted in the tracker."""
     world, done = World(SCHEMES["mfu"], "host", 9), threading.Event()
