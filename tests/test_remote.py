@@ -281,6 +281,8 @@ def test_a_server_in_the_place_of_another_is_not_written_to():
     name.way = start(2)
     with pytest.raises(ShardsLost, match="sent to incarnation 1 .* and this is incarnation 2"):
         restore_shards(None, tables, [0])
+    with pytest.raises(ValueError, match="has incarnation 1: start it with a higher one"):
+        tables.replace(start(1))
     tables.replace(name)
     restore_shards(None, tables, [0])
 
