@@ -835,6 +835,17 @@ def test_a_pool_restores_a_server_from_the_newest_intact_image(damaged, tmp_path
             np.testing.assert_array_equal(rows[~mine], saved[1][key][~mine])
 
 
+@pytest.mark.filterwarnings("ignore:an image was not saved")  # the thread that saves says so, too
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_pool_saves_no_parameters_that_are_not_finite(wrong, tmp_path):
+    with Supervised(SPEC, ROWS) as servers:
+        pool = PoolTables(servers, tmp_path, 1e6, {"w": np.ones(4, np.float32)})
+        with pytest.raises(OSError, match="an image was not saved: the parameters are not finite"):
+            pool.save(lambda: ([np.array([1, wrong, 1, 1], np.float32)], {}))
+        pool.close()
+    assert not images(tmp_path)
+
+
 def test_a_pool_restores_again_if_a_successor_dies_meanwhile():
     fate = lambda server, incarnation, verb, message: "die" if (incarnation, verb) == (2, "change") else ""
     with Supervised(SPEC, ROWS, fate=fate) as servers:
