@@ -167,8 +167,9 @@ class SaveWork:
 
     def pick(self):
         """Rows to save, {(stack, shard): i32[n]}, and the pick."""
-        pick, self.tracker = self.mfu.pick(self.tracker, self.budget, self.values())
-        return {(self.stack, shard): rows for shard, rows in enumerate(pick.rows)}, pick
+        rows, self.tracker = self.mfu.pick(self.tracker, self.budget, self.values())
+        pick, self.tracker = self.mfu.copied(self.tracker, rows, self.values())
+        return {(self.stack, shard): mine for shard, mine in enumerate(rows)}, pick
 
     def fresh(self, name: str) -> Path:
         """Path of a directory that does not exist, on a flushed disk."""

@@ -1,11 +1,15 @@
 """Checkpoints over all placements, meshes, shards and optimizers, and of an earlier jaxrec; no torn image is taken."""
 
+import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tarfile
+import threading
 from pathlib import Path
 
 import jax
@@ -32,6 +36,7 @@ from jaxrec.checkpoint import (
     write_image,
 )
 from jaxrec.checkpoint.format import load_arrays
+from jaxrec.checkpoint.restore import fill, with_chain
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.files import write_json
@@ -222,6 +227,61 @@ def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
         write_image(tmp_path / "step_00000004", snapshot(state))
     with pytest.raises(ValueError, match="keep=0"):
         Checkpointer(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3])
+def test_an_image_that_is_replaced_is_there_until_the_new_one_is_whatever_rename_is_the_last(
+    tmp_path, monkeypatch, killed_at
+):
+    class Killed(BaseException):
+        pass
+
+    def rename_until(source, target):
+        if next(calls) == killed_at:
+            raise Killed
+        rename(source, target)
+
+    rename, calls = os.rename, itertools.count(1)
+    state, path = make("host", spec_of(2), seed=1), tmp_path / "step_00000012"
+    write_image(path, snapshot(state))
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(os, "rename", rename_until)
+        write_image(path, snapshot(make("host", spec_of(2), seed=2)), replace=True)
+    found, _ = restore(tmp_path, make("host", spec_of(2)))
+    assert_same(found, state, spec_of(2))
+
+
+def test_an_image_that_is_pruned_while_it_is_read_gives_way_to_the_newer_one(tmp_path):
+    spec = spec_of(2)
+    newer = make("host", spec, seed=2)
+    write_image(tmp_path / "step_00000001", snapshot(make("host", spec, seed=1)))
+
+    def load(found):
+        if found[-1].path.name == "step_00000001":  # verified; now another process saves, and keeps one image
+            write_image(tmp_path / "step_00000002", snapshot(newer))
+            shutil.rmtree(found[-1].path)
+        return fill(found, make("host", spec))
+
+    assert_same(with_chain(tmp_path, load)[0], newer, spec)
+
+
+def test_a_save_that_outlives_an_interrupted_close_releases_the_directory_when_it_ends(tmp_path, monkeypatch):
+    written, begun = threading.Event(), threading.Event()
+    write = lambda *given, **more: (begun.set(), written.wait(60), write_image(*given, **more))[-1]
+    monkeypatch.setattr("jaxrec.checkpoint.checkpointer.write_image", write)
+    saver = Checkpointer(tmp_path)
+    saver.save(make("host", spec_of(2)))
+    assert begun.wait(60)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(saver, "wait", functools.partial(signal.default_int_handler, signal.SIGINT, None))
+        saver.close()
+    with pytest.raises(ValueError, match="is locked"):
+        Checkpointer(tmp_path)
+    written.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+    Checkpointer(tmp_path, run=saver.run).close()
 
 
 def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monkeypatch):
@@ -433,23 +493,38 @@ def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
     assert restore(old_run, fresh(HostTables))[1].step == 12
 
 
-def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and_stays(old_run):
-    """An older and a newer format, through every function that reads images."""
-    for number in (1, 3):
-        for path in [*images(old_run), *deltas(old_run)]:
-            body = json.dumps(json.loads((path / "manifest.json").read_bytes().split(b"\n")[0]) | {"format": number})
-            digest = hashlib.sha256(body.encode()).hexdigest()
-            (path / "manifest.json").write_text(f"{body}\n{digest}\n")
-        files = sorted(old_run.rglob("*"))
-        whole = images(old_run)[0]
-        for act in (
-            lambda: restore(old_run, fresh(HostTables)),
-            lambda whole=whole: restore(whole, fresh(HostTables)),
-            lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
-            lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
-        ):
-            with pytest.raises(
-                ValueError, match=rf"format {number}, and this version of jaxrec reads format 2: go on with"
-            ):
-                act()
-        assert sorted(old_run.rglob("*")) == files
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda body: body | {"format": 1}, "format 1"),
+        (lambda body: body | {"format": 3}, "format 3"),
+        (lambda body: body | {"later": 5}, r"format 2, with \['later'\]"),
+        (lambda body: {key: body[key] for key in body if key != "scales"}, r"format 2, without \['scales'\]"),
+        (lambda body: {}, r"format None, without \['dense'.*\]"),
+    ],
+)
+def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and_stays(old_run, change, told):
+    """An older and a newer format, and other fields, through every function that reads images."""
+    for path in [*images(old_run), *deltas(old_run)]:
+        body = json.dumps(change(json.loads((path / "manifest.json").read_bytes().split(b"\n")[0])))
+        digest = hashlib.sha256(body.encode()).hexdigest()
+        (path / "manifest.json").write_text(f"{body}\n{digest}\n")
+    files = sorted(old_run.rglob("*"))
+    for act in (
+        lambda: restore(old_run, fresh(HostTables)),
+        lambda: restore(images(old_run)[0], fresh(HostTables)),
+        lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
+        lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=f"{told}, and this version of jaxrec reads format 2: go on with"):
+            act()
+    assert sorted(old_run.rglob("*")) == files
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "3", "{"])
+def test_the_run_id_of_another_version_is_refused_with_the_way_out(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ValueError, match=r"run.json is damaged, or of another version .*: remove it"):
+        Checkpointer(tmp_path)
+    (tmp_path / "run.json").unlink()
+    Checkpointer(tmp_path).close()

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from fleets import remote
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import chosen, examples
 from test_checkpoint import OPTIMIZERS, spec_of
@@ -24,6 +24,7 @@ from jaxrec.checkpoint import (
     deltas,
     images,
     newest,
+    restore,
     restore_shards,
     snapshot,
     write_image,
@@ -140,14 +141,20 @@ def test_one_shard_comes_back_bit_for_bit(tmp_path, home, target, base):
     assert [image.step for image in chain(run.path)] == ([0] if base else []) + [1, 2, 3]
 
 
+def dense_of(step):
+    return DenseState(np.int32(step), {"w": np.full(3, step, np.float32)}, ())
+
+
 @settings(max_examples=examples(3, 6))
 @given(shards=st.sampled_from([1, 3, 8]), steps=st.integers(0, 4), base=st.booleans(), most=st.integers(1, 3))
+@example(shards=3, steps=3, base=True, most=2)
 def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most):
+    """A merged delta has the newest value of each row, and the newest dense state."""
     run = Saved(tmp_path_factory.mktemp("chain"), base=base, shards=shards)
     with RowCheckpointer(run.directory, run.path, most_deltas=most) as saver:
         for step in range(1, steps + 1):
             tables, rows = run.state(step).tables, draw_rows(run.spec, step)
-            assert saver.save(tables, rows, step) >= 0
+            assert saver.save(tables, rows, step, dense=dense_of(step)) >= 0
             run.note(tables, rows)
             saver.wait()
             assert len(deltas(run.directory)) <= most
@@ -166,6 +173,8 @@ def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most
             restore_shards(merged, tables, [shard])
         assert all((before[key] == rows).all() for key, rows in parts_of(tables, run.spec).items())
         assert len(chain(merged)) == base + 1 and not list(run.directory.glob("*.partial"))
+        state, _ = restore(merged, TrainState(dense_of(0), HostTables.create(run.spec, ROWS)))
+        assert (state.dense.params["w"] == steps).all() and state.dense.step == steps
 
 
 @pytest.mark.parametrize("base", [True, False])
@@ -395,6 +404,10 @@ def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
             assert small.run == whole.run
             small.save(run.state(2).tables, draw_rows(run.spec, 2), 2)
             small.wait()
+            assert newest(tmp_path) == small.newest()
+            whole.save(run.state(2))
+            whole.wait()
+            assert newest(tmp_path) == images(tmp_path)[0]  # before the delta of its step
             whole.save(run.state(3))
             whole.wait()
             assert [path.name for path in images(tmp_path)] == ["step_00000003", "step_00000001"]
@@ -407,6 +420,22 @@ def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
         run.expected = parts_of(run.state(3).tables, run.spec)
         run.note(run.state(4).tables, draw_rows(run.spec, 4))
         run.check(small.newest(), shards=(0, 4))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("delta_000001/manifest.json", "cut"), *(("chain.json", content) for content in ("[", "3", "{}", "[]"))],
+)
+def test_no_image_is_removed_while_nobody_can_tell_which_ones_deltas_need(tmp_path, file, content):
+    run = Saved(tmp_path)
+    run.save(1)
+    of_run = chain(run.path)[-1].run
+    (tmp_path / file).write_text(content)
+    with Checkpointer(tmp_path, keep=1, run=of_run) as whole:
+        for step in (2, 3):
+            whole.save(run.state(step))
+            whole.wait()
+    assert [path.name for path in images(tmp_path)] == ["step_00000003", "step_00000002", "step_00000000"]
 
 
 def test_a_base_that_is_gone_is_not_saved_over(tmp_path):

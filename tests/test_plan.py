@@ -200,11 +200,11 @@ def test_scatters_that_overwrite_have_unique_indices():
     capacity = capacity_of(plans)
     tables = DeviceTables.create(spec, rowwise_adagrad(0.1))
     rows = tables.read(plans)
-    entry = np.full((4, 16), row_set.EMPTY, np.int32)
+    listed = row_set.empty(tables.value[stack], 16)
     programs = {
         "device_plan": (lambda ids: device_plan(spec, ids, capacity), ids),
         "put": (lambda tables, rows: tables.put(plans, rows), tables, rows),
-        "row set": (lambda entry: row_set.insert(entry, p, np.uint32(0)), entry),
+        "row set": (lambda listed: row_set.insert(listed, p, np.int32(0)), listed),
         "overwrite": (
             lambda value: counters.overwrite(value, [np.arange(3)] * 4, [np.ones((3, 4))] * 4),
             tables.value[stack],

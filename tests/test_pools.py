@@ -1,7 +1,9 @@
 """What surrounds a pool of trainers: what it resumes from, how it is stopped, and how its pauses are told apart."""
 
+import contextlib
 import dataclasses
 import signal
+import threading
 import types
 from pathlib import Path
 
@@ -10,17 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fleets import Fleet
+from fleets import Fleet, InProcess
 from main.click_data import synthetic_clicks
 from main.flags import DataFlags, prepared_directory, with_absolute_paths
 from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
 from studies.pauses import Timed, longest_by_state
-from test_trainers import OWN, SPEC
+from test_remote import Supervised
+from test_sync_servers import InThread
+from test_trainers import CLICKS, OWN, SPEC, work
 
-from jaxrec.checkpoint import Checkpointer
-from jaxrec.cluster.pool import image_of
+from jaxrec.checkpoint import Checkpointer, newest, read_manifest
+from jaxrec.cluster.pool import TrainerPool, image_of
+from jaxrec.cluster.sync_servers import SyncServer
 from jaxrec.cluster.trainers import Progress, at_step
+from jaxrec.embedding.servers import ServerGone, ShardServer
+from jaxrec.shadowsync import model_averaging
 
 PARAMS = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(0.5)}
 
@@ -72,6 +79,110 @@ def test_schedules_of_dense_parameters_continue_where_a_trainer_starts():
     first = at_step(optimizer.init(PARAMS), 7)
     change, _ = optimizer.update(jax.tree.map(jnp.ones_like, PARAMS), first, PARAMS)
     np.testing.assert_allclose(change["bias"], -0.3, rtol=1e-5)  # Adam's first step is the rate: its moments are fresh
+
+
+class InThisProcess:
+    """What a pool uses of `Process`; its object runs in threads, until it is killed."""
+
+    def __init__(self, kind, name, args=(), threads=4, resources=None):
+        self.name, self.handle, self.pid = name, InThread(kind(*args)), None
+
+    def poll(self, method):
+        with contextlib.suppress(ServerGone, AttributeError):  # a sync server has no `process_info` without Ray
+            return self.handle.call(method).result(60)
+
+    def death_reason(self, timeout_s):
+        return f"{self.name} has ended" if self.handle.dead.is_set() else ""
+
+    def kill(self):
+        if not self.handle.dead.is_set():
+            self.handle.kill()
+
+
+class Handled(InProcess):
+    """A shard server that is its own handle."""
+
+    @property
+    def handle(self):
+        return self
+
+
+@pytest.fixture
+def pool_of(monkeypatch):
+    """Makes pools of one trainer whose processes are threads; returns a pool and the list of these processes."""
+    processes = []
+
+    def process(*given, **more):
+        processes.append(InThisProcess(*given, **more))
+        return processes[-1]
+
+    monkeypatch.setattr("jaxrec.cluster.pool.Process", process)
+    monkeypatch.setattr("jaxrec.cluster.pool.packed", lambda work: work)
+    cluster = types.SimpleNamespace(check_entered=lambda: None)
+    with Supervised(SPEC, OWN[1], way=lambda *about: Handled(ShardServer(*about))) as servers:
+        yield lambda work, **options: (TrainerPool(cluster, servers, work, 1, **options), processes)
+
+
+def test_a_successor_of_a_trainer_begins_where_that_was_and_every_example_counts_once(pool_of):
+    begun, ended = [], threading.Event()
+
+    def batches(trainer, trainers):
+        def stream(start):
+            begun.append(start)
+            for number in range(start, 6):
+                if number == 4 and len(begun) == 1:
+                    ended.wait(60)
+                    return
+                yield CLICKS.batch(number, 16)
+
+        return stream
+
+    def kill(pool):
+        if pool.progress[0].position == 4 and len(processes) == 1:
+            processes[0].kill()
+
+    pool, processes = pool_of(work(batches=batches))
+    with pool, pytest.warns(UserWarning, match="trainer 0 restarts at its batch 4"):
+        _, stats = pool.run(kill)
+    ended.set()
+    assert begun == [0, 4] and (stats.examples, stats.examples_lost) == (6 * 16, 0)
+
+
+def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_of, monkeypatch, tmp_path):
+    """Batches after its positions may be trained twice when it is restored, and none is left out."""
+    asked, answered, allowed = threading.Event(), threading.Event(), threading.Semaphore(3)
+
+    class Slow(SyncServer):
+        def leaves(self):
+            asked.set()
+            assert answered.wait(60)
+            return super().leaves()
+
+    def batches(trainer, trainers):
+        def stream(start):
+            for number in range(start, 8):
+                assert allowed.acquire(timeout=60)
+                yield CLICKS.batch(number, 16)
+
+        return stream
+
+    def save_meanwhile(pool):
+        position = pool.progress[0].position
+        if position == 3 and not asked.is_set():
+            saver.start()
+            assert asked.wait(60)
+            allowed.release(3)
+        if position == 6 and not answered.is_set():
+            answered.set()
+            saver.join()
+            allowed.release(2)
+
+    monkeypatch.setattr("jaxrec.cluster.pool.SyncServer", Slow)
+    pool, _ = pool_of(work(batches=batches, rule=model_averaging()), directory=tmp_path, save_every_seconds=1e6)
+    saver = threading.Thread(target=pool.save)
+    with pool:
+        pool.run(save_meanwhile)
+    assert read_manifest(newest(tmp_path)).extra == {"positions": [3], "examples": 3 * 16}
 
 
 def test_a_stop_saves_and_each_death_is_logged_once():

@@ -281,6 +281,8 @@ def test_a_server_in_the_place_of_another_is_not_written_to():
     name.way = start(2)
     with pytest.raises(ShardsLost, match="sent to incarnation 1 .* and this is incarnation 2"):
         restore_shards(None, tables, [0])
+    with pytest.raises(ValueError, match="has incarnation 1: start it with a higher one"):
+        tables.replace(start(1))
     tables.replace(name)
     restore_shards(None, tables, [0])
 
@@ -591,10 +593,11 @@ def test_trackers_at_servers_pick_what_those_of_host_tables_pick(name, spec, dat
                 tracker.track_until(step)
             if what in ("save", "fail"):
                 picked = [tracker.pick(tables) for tracker, tables in zip(trackers, homes, strict=True)]
-                for here, there in zip(*(pick.values() for pick in picked), strict=True):
-                    jax.tree.map(np.testing.assert_array_equal, here.rows, there.rows)
-                for tracker, pick in zip(trackers, picked if what == "save" else ({}, {}), strict=True):
-                    tracker.saved(pick)
+                jax.tree.map(np.testing.assert_array_equal, *picked)
+                for tracker, tables, rows in zip(trackers, homes, picked, strict=True):
+                    copied = tracker.copied(tables, rows)
+                    if what == "save":
+                        tracker.saved(copied)
             elif what == "die":
                 lost = fleet.shards[step % servers]
                 fleet.tables.mark_lost(lost, "the test says so")
@@ -624,9 +627,9 @@ def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
         tracker = RowTracker(SPEC, scar(), 0.5, {})
         asked.clear()
         tracker.begin(fleet.tables, {})
-        tracker.saved(tracker.pick(fleet.tables))
+        tracker.saved(tracker.copied(fleet.tables, tracker.pick(fleet.tables)))
         tracker.close()
-    assert set(asked) == {"track"} and len(asked) == 6
+    assert set(asked) == {"track"} and len(asked) == 8
 
 
 def test_batches_are_tracked_many_in_a_message():
@@ -769,7 +772,10 @@ def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_
     assert same(bits(restore(tmp_path, fresh("host"))[0]), wanted) and not list(tmp_path.glob("*.partial"))
 
 
-def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path):
+@pytest.mark.parametrize("left_over", [False, True])
+def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path, left_over):
+    """Nor does it if the other directory holds the proof of an earlier save."""
+
     class Mounted(InProcess):
         """A server on a machine where this path is another directory."""
 
@@ -779,6 +785,8 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
             )
 
     (tmp_path / "other").mkdir()
+    if left_over:
+        (tmp_path / "other" / "probe").write_text("of an earlier save")
     tables = remote(SPEC, ROWS, way=lambda *about: Mounted(ShardServer(*about)))
     state = fresh("host")._replace(tables=tables)
     words = r"the server of shards \[0, 2\] does not see .*other, where it is to save its rows: give a directory that"
@@ -825,6 +833,17 @@ def test_a_pool_restores_a_server_from_the_newest_intact_image(damaged, tmp_path
             mine = np.isin(np.arange(len(rows)) % SPEC.shards, lost)
             np.testing.assert_array_equal(rows[mine], expected[key][mine])
             np.testing.assert_array_equal(rows[~mine], saved[1][key][~mine])
+
+
+@pytest.mark.filterwarnings("ignore:an image was not saved")  # the thread that saves says so, too
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_pool_saves_no_parameters_that_are_not_finite(wrong, tmp_path):
+    with Supervised(SPEC, ROWS) as servers:
+        pool = PoolTables(servers, tmp_path, 1e6, {"w": np.ones(4, np.float32)})
+        with pytest.raises(OSError, match="an image was not saved: the parameters are not finite"):
+            pool.save(lambda: ([np.array([1, wrong, 1, 1], np.float32)], {}))
+        pool.close()
+    assert not images(tmp_path)
 
 
 def test_a_pool_restores_again_if_a_successor_dies_meanwhile():

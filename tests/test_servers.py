@@ -4,6 +4,8 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import types
 
 import numpy as np
 import pytest
@@ -72,6 +74,12 @@ def test_a_write_that_comes_again_is_done_once(verb):
     assert value_of(server, 1, 2) != np.float32(7.0 if verb == "put" else before + np.float32(7.0))
 
 
+def test_what_is_tracked_is_tracked_once_and_has_its_answer_however_often_the_message_arrives():
+    server, calls = server_of(), []
+    count = lambda server: calls.append(server) or len(calls)
+    assert [server.answer("track", ME._replace(number=number), count) for number in (1, 1, 2, 2)] == [1, 1, 2, 2]
+
+
 def test_an_old_put_is_refused_for_its_shard_and_an_old_add_is_done():
     server = server_of()
     write(server, "put", 3, [1], 30.0)
@@ -118,6 +126,33 @@ def test_messages_to_and_from_other_incarnations_change_nothing():
     assert value_of(server, 1, 2, successor) == 7
     write(server, "put", 1, [1], 8.0, sender=successor)  # its write numbers restart
     assert value_of(server, 1, 2, successor) == 8
+
+
+def test_a_write_that_waits_for_its_turn_while_a_successor_says_hello_changes_nothing(monkeypatch):
+    class Contended:
+        """A lock before which others come first."""
+
+        def __init__(self):
+            self.lock, self.first = threading.Lock(), []
+            locks.append(self)
+
+        def __enter__(self):
+            while self.first:
+                self.first.pop()()
+            self.lock.acquire()
+
+        def __exit__(self, *error):
+            self.lock.release()
+
+    locks, successor = [], ME._replace(incarnation=2)
+    monkeypatch.setattr("jaxrec.embedding.servers.threading", types.SimpleNamespace(Lock=Contended))
+    server = server_of()
+    before = value_of(server, 1, 2)
+    for lock in locks:
+        lock.first.append(lambda: server.answer("hello", successor._replace(server=ANY), "other"))
+    with pytest.raises(Superseded):
+        write(server, "put", 1, [1], 9.0)
+    assert value_of(server, 1, 2, successor) == before
 
 
 def test_a_second_client_of_one_name_and_incarnation_is_refused_and_the_first_may_repeat_itself():

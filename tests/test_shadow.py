@@ -53,13 +53,15 @@ from jaxrec.types import DenseState, TrainState
     [(model_averaging(0.5, "lerp"), 0.5), (model_averaging(0.5, "delta"), 1.0), (bmuf(1.0, form="lerp"), 0.0)],
 )
 def test_training_goes_on_while_a_round_is_blocked_and_keeps_what_the_rule_keeps(rule, kept):
-    gate = Gate(AllToAll(rule, PARAMS))
+    gate, beats = Gate(AllToAll(rule, PARAMS)), []
+    gate.heartbeat = beats.append
     alpha = 1.0 if rule.name == "bmuf" else 0.5
     with Shadow(gate) as shadow:
         state = shadow.exchange(state_of(1.0, 3.0))  # copied: 1 and 3, with mean 2
         assert gate.entered.wait(60)
         for _ in range(8):  # no step waits for the round, which cannot end
             state = shadow.exchange(step(state))
+        assert beats == [0] * 9  # each step is a sign of life: others must not take this trainer for dead
         assert shadow.rounds == 0 and weights(state).tolist() == [9.0, 11.0]
         assert shadow.average_sync_gap == float("inf")
         gate.open.set()

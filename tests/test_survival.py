@@ -167,6 +167,14 @@ def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
     assert same(all_rows(found), all_rows(wanted)) and first.pls == second.pls > 0
 
 
+def test_what_a_resumed_run_lacks_of_its_last_steps_counts_as_lost_in_all_shards(tmp_path):
+    go_on(tmp_path, "mfu", EVERY - 2)
+    image = read_manifest(newest(tmp_path))
+    _, recovery = go_on(tmp_path, "mfu")
+    assert image.extra["cpr"]["regular"] == 0 < image.step
+    assert recovery.pls == pytest.approx(image.step / TOTAL) and recovery.failed == 0
+
+
 def test_trackers_go_on_where_they_were(tmp_path):
     """Round-robin resumes at its turn, SSU at its batch; other state of a saved row is cleared."""
     for scheme, known, more in (("round_robin", "turn", 0), ("ssu", "batch", 4)):

@@ -155,7 +155,12 @@ def _run_of(directory):
     """Return the run id for a directory without images: that of its other saver, else a new one."""
     if images(directory) or deltas(directory) or not (directory / _RUN).exists():
         return new_run_id()
-    return json.loads((directory / _RUN).read_text())["run"]
+    try:
+        return json.loads((directory / _RUN).read_text())["run"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{directory / _RUN} is damaged, or of another version ({error}): remove it, as there is no image."
+        ) from error
 
 
 def check_same_run(directory: Path, run: str) -> None:

@@ -264,8 +264,9 @@ def needed(directory: str | Path) -> set[str]:
         for path in deltas(directory):
             names |= set(read_manifest(path).parents)
         if (directory / CHAIN).exists():
-            names |= set(json.loads((directory / CHAIN).read_text()))
-    except (ValueError, OSError):
+            (base,) = json.loads((directory / CHAIN).read_text())
+            names.add(base)
+    except (ValueError, TypeError, OSError):
         return {path.name for path in images(directory)}
     return names
 
@@ -275,7 +276,7 @@ def read_manifest(path: str | Path) -> Image:
 
     Raises:
       DamagedImage: the manifest is missing or damaged.
-      ValueError: the manifest has another format version.
+      ValueError: the manifest has another format version, or other fields than this one's.
     """
     path = Path(path)
     try:
@@ -285,9 +286,12 @@ def read_manifest(path: str | Path) -> Image:
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise DamagedImage(f"{path / MANIFEST} is damaged: its checksum does not fit.")
     fields = json.loads(body)
-    if fields["format"] != FORMAT:
+    wanted = {*Image._fields} - {"path", "digest"}
+    if fields.get("format") != FORMAT or fields.keys() != wanted:
+        more, less = sorted(fields.keys() - wanted), sorted(wanted - fields.keys())
         raise ValueError(
-            f"{path} has format {fields['format']}, and this version of jaxrec reads format {FORMAT}: go on with the "
+            f"{path} has format {fields.get('format')}{f', with {more}' if more else ''}"
+            f"{f', without {less}' if less else ''}, and this version of jaxrec reads format {FORMAT}: go on with the "
             "version that saved it."
         )
     return Image(path=path, digest=digest.decode(), **fields)

@@ -3,7 +3,8 @@
     python -I -S reaper.py DIRECTORY ADVICE LOGS    standard input: a pipe that the driver holds open while it lives
 
 The driver writes `BEGUN` once Ray runs and `ENDING` before it ends Ray. If an essential process of Ray dies in between,
-Ray ends the driver sooner or later, with code 1 and without a message; this program prints which process has died.
+Ray ends the driver sooner or later, with code 1 and without a message; this program prints which process has died, or
+that the driver has, whichever it sees first, and the advice.
 
 When a driver is killed, Ray ends most of its processes, but not all, no stopped ones (SIGSTOP), and it leaves its
 directory on the disk. This program finds them by the variable `JAXREC_CLUSTER=DIRECTORY`, which they inherit, or by
@@ -46,7 +47,7 @@ def _writes_below(process, directory):
         if not file.read().startswith(b"ray::"):  # the driver has files open there, too
             return False
     files = (f"/proc/{process}/fd/{number}" for number in os.listdir(f"/proc/{process}/fd"))
-    return any(os.readlink(file).startswith(directory + "/") for file in files)
+    return any(os.readlink(file).startswith(directory) for file in files)
 
 
 def reap(directory: str, logs: str = "") -> None:
@@ -77,22 +78,30 @@ def essential(directory: str) -> dict[int, str]:
 
 
 def watch(driver: int, directory: str, advice: str = "") -> None:
-    """Wait until the driver, which writes to the file descriptor, ends; print a line with the advice if Ray dies."""
+    """Wait until the driver, which writes to the file descriptor, ends; say if Ray dies, or the driver unannounced."""
     living: dict[int, str] = {}
+    running = False
     while True:
         ready, _, _ = select.select([driver, *living], [], [])
-        if driver in ready:  # first: when the driver ends, Ray ends with it, which is no fault
-            event = os.read(driver, 1)
-            if not event:
-                return
-            living = essential(directory) if event == BEGUN else {}
-        elif ready:
-            name, living = living[ready[0]], {}
-            print(
-                f"{name} has died, and Ray may end this run without a message. {advice}".strip(),
-                file=sys.stderr,
-                flush=True,
-            )
+        dead = [living[file] for file in ready if file != driver]
+        if driver not in ready:
+            _say(f"{dead[0]} has died, and Ray may end this run without a message. {advice}")
+            living, running = {}, False  # said once
+            continue
+        event = os.read(driver, 1)
+        if not event:
+            # Both may have ended since the last look, in either order.
+            if running:
+                what = f"{dead[0]} has died, and the run has ended" if dead else "the run was killed, or ended by Ray"
+                _say(f"{what}. {advice}")
+            return
+        running = event == BEGUN
+        living = essential(directory) if running else {}
+
+
+def _say(line):
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(line.strip(), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

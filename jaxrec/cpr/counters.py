@@ -30,12 +30,10 @@ def shape_of(value) -> tuple[int, int]:
     return (len(value), len(value[0])) if on_host(value) else value.shape[:2]
 
 
-def filled(value, width: int, fill):
-    """Return i32[S, width] where the rows live, with their sharding."""
+def zeros(value, width: int, dtype=np.int32):
+    """Return zeros [S, width] where the rows live, with their sharding."""
     shape = (shape_of(value)[0], width)
-    if on_host(value):
-        return np.full(shape, fill, np.int32)
-    return jnp.full(shape, fill, jnp.int32, device=value.sharding)
+    return np.zeros(shape, dtype) if on_host(value) else jnp.zeros(shape, dtype, device=value.sharding)
 
 
 def replaced(old, new: np.ndarray):

@@ -5,25 +5,26 @@ T, instead of all V every T, loses less for the same bytes. A tracker watches on
 
     tracker = scheme.init(value, budget)
     tracker = scheme.touch(tracker, plan)                    after every step
-    pick, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows per shard
-    tracker = scheme.saved(tracker, pick)                    once they are committed; not called if the save failed
+    rows, tracker = scheme.pick(tracker, budget, value)      on the host: at most `budget` rows per shard
+    pick, tracker = scheme.copied(tracker, rows, value)      a save has copied them, as they are now
+    tracker = scheme.saved(tracker, pick)                    once it is committed; not called if the save failed
     tracker = scheme.restored(tracker, shard, value)         a shard was restored: it equals its saved rows
     tracker = scheme.recall(tracker, scheme.remember(tracker))         state beyond the rows, as JSON
 
-Only rows that were touched (SCAR: that differ) since they were last saved are picked. `saved` subtracts what the pick
-saw and no more, so rows touched between pick and commit stay unsaved. At most one pick is in flight. `value` is a list
-of f32[V / S, E], one per shard (host tables), or a jax array f32[S, V / S, E] (device tables); the tracker lives where
+Only rows that were touched (SCAR: that differ) since they were last saved are picked. `saved` subtracts what was copied
+and no more, so rows touched between copy and commit stay unsaved. At most one pick is in flight. `value` is a list of
+f32[V / S, E], one per shard (host tables), or a jax array f32[S, V / S, E] (device tables); the tracker lives where
 `value` does. Numpy trackers change in place, and picks by counts may run in another thread, concurrently with `touch`;
 jax trackers are donated, and `touch` may be traced by jit.
 
 | | state, bytes per row | picks |
 |---|---|---|
 | MFU | accesses since saved, 4 | the most accessed rows |
-| SSU | a list of r V rows of sampled batches, 4 r | the list |
+| SSU | a list of r V rows of sampled batches, 4 r, and two bits per row, 1/4 | the list |
 | SCAR | the rows as last saved, 4 E | the most changed rows, by L2 norm |
 | round-robin, random | as MFU | the next touched rows; random touched rows |
 
-Legend: S shards, V rows of the stack, E embedding width, C entries of a list, n rows of a pick.
+Legend: S shards, V rows of the stack, E embedding width, n rows of a pick.
 """
 
 import math
@@ -38,10 +39,10 @@ from jaxrec.types import Array
 
 
 class Pick(NamedTuple):
-    """Rows to save, and what the tracker saw of them; lists have one array per shard."""
+    """Rows that a save holds, and what it holds of them; lists have one array per shard."""
 
     rows: list[np.ndarray]  # i32[n] rows of the stack, ascending, n <= budget
-    # Accesses i32[n] or values f32[n, E] at the time of the pick; empty for SSU.
+    # Accesses i32[n] or values f32[n, E] when they were copied; empty for SSU.
     seen: list[np.ndarray]
 
 
@@ -51,7 +52,8 @@ class Priority(NamedTuple):
     name: str
     init: Callable[..., Any]  # (value, budget) -> tracker
     touch: Callable[..., Any]  # (tracker, Plan) -> tracker
-    pick: Callable[..., tuple[Pick, Any]]  # (tracker, budget, value) -> Pick, tracker
+    pick: Callable[..., tuple[list[np.ndarray], Any]]  # (tracker, budget, value) -> rows, tracker
+    copied: Callable[..., tuple[Pick, Any]]  # (tracker, rows, value) -> Pick, tracker
     saved: Callable[..., Any]  # (tracker, Pick) -> tracker
     restored: Callable[..., Any]  # (tracker, shard, value) -> tracker
     # (tracker) -> JSON: the state that a fresh tracker of saved rows lacks
@@ -131,22 +133,25 @@ def _count_scheme(name, by_access, select, recipe, turn_stride=0):
 
     def init(value, budget):
         shards, rows = counters.shape_of(value)
-        return AccessCounts(counters.filled(value, rows, 0), np.arange(shards) * turn_stride)
+        return AccessCounts(counters.zeros(value, rows), np.arange(shards) * turn_stride)
 
     def touch(tracker, plan):
         return AccessCounts(counters.add_accesses(tracker.count, plan, by_access), tracker.turn)
 
     def pick(tracker, budget, value):
-        # Counts stay unchanged until the save is committed; the pick records them, so that later accesses are kept.
-        counts, turn, picked = np.asarray(tracker.count), np.array(tracker.turn), Pick([], [])
+        counts, turn, picked = np.asarray(tracker.count), np.array(tracker.turn), []
         for shard, count in enumerate(counts):
             rows, turn[shard] = select(count, budget, turn[shard])
-            picked.rows.append((rows * len(counts) + shard).astype(np.int32))
-            picked.seen.append(count[rows])
+            picked.append((rows * len(counts) + shard).astype(np.int32))
         return picked, AccessCounts(tracker.count, turn)
 
+    def copied(tracker, rows, value):
+        # Counts stay unchanged until the save is committed: if it fails, all accesses still count.
+        counts = np.asarray(tracker.count)
+        return Pick(rows, [count[mine // len(counts)] for count, mine in zip(counts, rows, strict=True)]), tracker
+
     def saved(tracker, pick):
-        # Subtracted, not set to 0: the row may have been used since it was picked.
+        # Subtracted, not set to 0: the row may have been used since it was copied.
         return AccessCounts(counters.subtract(tracker.count, *pick), tracker.turn)
 
     def restored(tracker, shard, value):
@@ -159,13 +164,13 @@ def _count_scheme(name, by_access, select, recipe, turn_stride=0):
         return tracker._replace(turn=np.array(known["turn"], np.int64))
 
     tracks: Literal["accesses", "rows"] = "accesses" if by_access else "rows"
-    return Priority(name, init, touch, pick, saved, restored, remember, recall, tracks=tracks, recipe=recipe)
+    return Priority(name, init, touch, pick, copied, saved, restored, remember, recall, tracks=tracks, recipe=recipe)
 
 
 class SampledRows(NamedTuple):
-    """A set of rows per shard, see `row_set.py`."""
+    """A list of rows per shard, see `row_set.py`."""
 
-    entry: Array  # i32[S, C]
+    rows: row_set.RowSet
     batch: Array  # i32[], batches seen
 
 
@@ -180,27 +185,28 @@ def ssu(every: int = 2) -> Priority:
     whole_number("every", every, why=": 1 samples all batches, 2 every second one")
 
     def init(value, budget):
-        return SampledRows(counters.filled(value, row_set.entries(budget), row_set.EMPTY), np.int32(0))
+        return SampledRows(row_set.empty(value, budget), np.int32(0))
 
     def touch(tracker, plan):
-        entry, batch = tracker
+        rows, batch = tracker
         # By batch number, which an image records: a resumed run samples the same batches.
         sampled = batch % every == 0  # traced under jit
         if not isinstance(sampled, np.bool_) or sampled:
-            entry = row_set.insert(entry, plan, batch, sampled)
-        return SampledRows(entry, batch + np.int32(1))
+            rows = row_set.insert(rows, plan, batch, sampled)
+        return SampledRows(rows, batch + np.int32(1))
 
     def pick(tracker, budget, value):
-        entry, rows = row_set.pick(tracker.entry, budget)
+        return row_set.pick(tracker.rows, budget, tracker.batch), tracker
+
+    def copied(tracker, rows, value):
         nothing = [np.zeros(0, np.int32)] * len(rows)
-        return Pick(rows, nothing), tracker._replace(entry=counters.replaced(tracker.entry, entry))
+        return Pick(rows, nothing), tracker._replace(rows=row_set.copied(tracker.rows, rows))
 
     def saved(tracker, pick):
-        # Only now: until the save is committed, its rows keep their entries.
-        return tracker._replace(entry=row_set.drop_picked(tracker.entry))
+        return tracker._replace(rows=row_set.saved(tracker.rows, pick.rows))
 
     def restored(tracker, shard, value):
-        return tracker._replace(entry=counters.set_shard(tracker.entry, shard, row_set.EMPTY))
+        return tracker._replace(rows=row_set.clear(tracker.rows, shard))
 
     def remember(tracker):
         return {"batch": int(tracker.batch)}
@@ -208,7 +214,8 @@ def ssu(every: int = 2) -> Priority:
     def recall(tracker, known):
         return tracker._replace(batch=np.int32(known["batch"]))
 
-    return Priority("ssu", init, touch, pick, saved, restored, remember, recall, tracks="rows", recipe=(ssu, (every,)))
+    functions = (init, touch, pick, copied, saved, restored, remember, recall)
+    return Priority("ssu", *functions, tracks="rows", recipe=(ssu, (every,)))
 
 
 class ScarTracker(NamedTuple):
@@ -230,10 +237,13 @@ def scar() -> Priority:
         picked = []
         for shard, change in enumerate(counters.changes(value, tracker.value)):
             picked.append((counters.largest(change, budget) * len(value) + shard).astype(np.int32))
-        return Pick(picked, counters.rows_of(value, picked)), tracker
+        return picked, tracker
+
+    def copied(tracker, rows, value):
+        return Pick(rows, counters.rows_of(value, rows)), tracker
 
     def saved(tracker, pick):
-        # With the values at the pick: the image does not hold the current ones.
+        # With the values that were copied: the image does not hold the current ones.
         return ScarTracker(counters.overwrite(tracker.value, *pick))
 
     def restored(tracker, shard, value):
@@ -245,4 +255,5 @@ def scar() -> Priority:
     def remember(tracker):
         return {}
 
-    return Priority("scar", init, touch, pick, saved, restored, remember, recall, False, "nothing", (scar, ()))
+    functions = (init, touch, pick, copied, saved, restored, remember, recall)
+    return Priority("scar", *functions, by_tracker=False, tracks="nothing", recipe=(scar, ()))

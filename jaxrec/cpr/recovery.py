@@ -133,8 +133,8 @@ class Recovery:
         directory.
       OSError: on entering, the base cannot be written.
 
-    If a save fails with an OSError, training continues with a warning: its rows stay unsaved (in SSU as far as its list
-    has room). Leaving the recovery raises the error of the last save.
+    If a save fails with an OSError, training continues with a warning: its rows stay unsaved. Leaving the recovery
+    raises the error of the last save.
     """
 
     def __init__(

@@ -1,56 +1,62 @@
-"""The list of SSU: a set of at most C rows per shard, into which whole batches are inserted.
+"""The list of SSU: at most C rows per shard, into which whole batches are inserted.
 
-A hash assigns every row to one bucket of 4 entries; in a full bucket a new row replaces a random one. So the list holds
-each row once without sorting, and frequently used rows tend to return and stay. An entry is
+A row that is not in the list takes a free entry, or a random one once the list is full. So a list with room forgets no
+row, and in a full one frequently used rows tend to return and stay. One bit per row tells whether it is listed, so that
+a batch costs the same however long the list is. The rows of a batch are inserted one after another, from a random one
+on: none is more likely to stay because of its number. numba and jax give the same list to the bit.
 
-    row >= 0    a row of the shard, r // S          ~row < 0    a picked row, whose entry may be reused          EMPTY
+The rows of a save leave the list when they are copied; until it is committed, a second bit per row remembers them.
 
-Insertion reads the list as it was before the batch, so that numba and jax give the same list to the bit; of two rows of
-a batch with the same entry, the larger one is kept.
-
-Legend: S shards, C entries per shard, U padded unique rows of a batch, n picked rows.
+Legend: S shards, V rows of the stack, C entries per shard, W words of V / S bits, U padded unique rows of a batch,
+n picked rows.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numba
 import numpy as np
 
-EMPTY = np.int32(-(2**31))
-_WAYS = 4
+from jaxrec.cpr import counters
+from jaxrec.types import Array
+
 _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
-def entries(budget: int) -> int:
-    """Return C for a budget of rows per shard: the budget rounded down to whole buckets, at least one bucket."""
-    return max(_WAYS, budget - budget % _WAYS)
+class RowSet(NamedTuple):
+    """A list per shard; row r of the stack is number r // S of its shard, and bit r // S % 32 of word r // S // 32."""
+
+    entry: Array  # i32[S, C] rows of the shard, in no order; only the first `size` count
+    size: Array  # i32[S, 1]
+    listed: Array  # u32[S, W], bits of the rows in the list
+    copied: Array  # u32[S, W], bits of the rows that were copied for a save, until it is committed
 
 
-def insert(entry, plan, batch, sampled=True):
+def empty(value, capacity: int) -> RowSet:
+    """Return lists of C = capacity entries where the rows live, as `Priority.init`."""
+    words = -(-counters.shape_of(value)[1] // 32)
+    bits = lambda: counters.zeros(value, words, np.uint32)
+    return RowSet(counters.zeros(value, capacity), counters.zeros(value, 1), bits(), bits())
+
+
+def insert(rows: RowSet, plan, batch, sampled=True) -> RowSet:
     """Insert the rows of a batch.
 
     Args:
-      entry: i32[S, C], changed in place in numpy, donated in jax.
+      rows: changed in place in numpy, donated in jax.
       plan: Plan of the batch.
       batch: i32[], number of the batch, which seeds the random choices.
       sampled: bool[]; if False, nothing is inserted.
-
-    Returns:
-      i32[S, C].
     """
-    if not isinstance(entry, np.ndarray):
-        return _insert(entry, plan.unique, plan.count, batch, sampled)
-    unique, count = np.asarray(plan.unique), np.asarray(plan.count)
-    place = np.empty(unique.shape[1], np.int32)
-    # All entries are found before any is written: row by row, the result would depend on the order of rows.
-    for shard, mine in enumerate(entry if sampled else ()):
-        rows = unique[shard, : count[shard]]
-        _find_buckets(rows, len(unique), len(mine), place)
-        _find_places(mine, rows, len(unique), int(batch), place)
-        _write_places(mine, rows, len(unique), place)
-    return entry
+    if not isinstance(rows.entry, np.ndarray):
+        entry, size, listed = _insert(*rows[:3], plan.unique, plan.count, batch, sampled)
+        return RowSet(entry, size, listed, rows.copied)
+    if sampled:
+        _insert_rows(*rows[:3], np.asarray(plan.unique), np.asarray(plan.count), np.int64(batch))
+    return rows
 
 
 @_compiled
@@ -62,101 +68,109 @@ def _scramble(x):
 
 
 @_compiled
-def _find_buckets(rows, shards, size, place):
-    buckets = np.uint32(size // _WAYS)
-    for u in range(rows.shape[0]):
-        place[u] = np.uint32(_scramble(np.int64(rows[u] // shards))) % buckets * _WAYS
+def _insert_rows(entry, size, listed, unique, count, batch):
+    # One call for all shards: each return to Python waits for the GIL, for which other threads compete.
+    shards, capacity = entry.shape
+    seed, absent = _scramble(batch), np.empty(unique.shape[1], np.int32)
+    for shard in range(shards):
+        used, bits, n = count[shard], listed[shard], 0
+        # All absent rows are found before any is inserted, as one may replace a row that the batch has, too.
+        at = seed % max(used, 1)
+        for _ in range(used):
+            row = unique[shard, at] // shards
+            absent[n] = row
+            n += not (bits[row >> 5] >> np.uint32(row & 31)) & 1
+            at = at + 1 if at + 1 < used else 0
+        for rank in range(n):
+            place = np.int64(size[shard, 0])
+            if place < capacity:
+                size[shard, 0] += 1
+            else:
+                place = _scramble(seed + rank) % capacity
+                replaced = entry[shard, place]
+                bits[replaced >> 5] ^= np.uint32(1) << np.uint32(replaced & 31)
+            row = absent[rank]
+            entry[shard, place] = row
+            bits[row >> 5] |= np.uint32(1) << np.uint32(row & 31)
 
 
-@_compiled
-def _find_places(entry, rows, shards, batch, place):
-    """Find the entry for each row: that of its earlier pick, else a free one, else any; C if the row is present.
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+def _insert(entry, size, listed, unique, count, batch, sampled):
+    seed = _scramble_u32(batch)
 
-    Free of branches, which the hardware could not predict. On entry, `place` holds the first entry of each bucket.
-    """
-    for u in range(rows.shape[0]):
-        row, first = np.int32(rows[u] // shards), np.uint64(place[u])
-        start = np.int32(_scramble(np.int64(row) ^ (batch + 1)) % _WAYS)
-        best = np.int32(0)
-        for way in range(_WAYS):
-            held, kind = entry[first + np.uint64(way)], np.int32(0)
-            if held < 0:
-                kind = np.int32(1)
-            if held == ~row:
-                kind = np.int32(2)
-            if held == row:
-                kind = np.int32(3)
-            turn = (way - start) % _WAYS
-            best = max(best, np.int32((kind * _WAYS + _WAYS - 1 - turn) * _WAYS + way))
-        place[u] = entry.shape[0] if best >= 3 * _WAYS * _WAYS else place[u] + best % _WAYS
+    def one(entry, size, bits, rows, used):
+        capacity, bit = len(entry), lambda row: jnp.uint32(1) << (row & 31).astype(jnp.uint32)
+        absent = sampled & (jnp.arange(len(rows)) < used) & (bits.at[rows >> 5].get(mode="clip") & bit(rows) == 0)
+        before = jnp.cumsum(absent) - absent
+        start = (seed % jnp.maximum(used, 1).astype(jnp.uint32)).astype(jnp.int32)
+        rank = (before - before[start]) % jnp.maximum(absent.sum(), 1)
+        random = (_scramble_u32(seed + rank.astype(jnp.uint32)) % jnp.uint32(capacity)).astype(jnp.int32)
+        place = jnp.where(size + rank < capacity, size + rank, random)
+        place = jnp.where(absent, place, capacity)
+        # Of rows with the same place the last one stays, as if they were inserted one after another. `min` and `max`,
+        # as a `set` of equal indices may not drop on a GPU, see `device_plan`.
+        claimed = entry.at[place].min(~rank, mode="drop")
+        stays = absent & (claimed.at[place].get(mode="clip") == ~rank)
+        replaced = entry.at[place].get(mode="clip")
+        bits = bits.at[jnp.where(stays, rows >> 5, len(bits))].add(bit(rows), mode="drop")
+        bits = bits.at[jnp.where(stays & (place < size), replaced >> 5, len(bits))].add(-bit(replaced), mode="drop")
+        entry = claimed.at[place].max(jnp.where(stays, rows, ~rank), mode="drop")
+        return entry, jnp.minimum(size + absent.sum(), capacity), bits
 
-
-@_compiled
-def _write_places(entry, rows, shards, place):
-    for u in range(rows.shape[0]):
-        if place[u] < entry.shape[0]:
-            entry[place[u]] = EMPTY
-    for u in range(rows.shape[0]):
-        if place[u] < entry.shape[0]:
-            entry[place[u]] = max(entry[place[u]], rows[u] // shards)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _insert(entry, unique, count, batch, sampled):
-    def one(entry, rows, used):
-        size, turn = len(entry), jnp.arange(_WAYS)[None, :]
-        first = (_scramble_u32(rows) % (size // _WAYS)).astype(jnp.int32) * _WAYS
-        start = (_scramble_u32(rows ^ (batch + 1)) % _WAYS).astype(jnp.int32)
-        # Each row and batch searches the bucket from a different entry, so that a random row of a full one is replaced.
-        at = first[:, None] + (start[:, None] + turn) % _WAYS  # [U, ways]
-        held, row = entry[at], rows[:, None]
-        kind = jnp.select([held == row, held == ~row, held < 0], [3, 2, 1], 0)
-        best = jnp.argmax(kind * _WAYS - turn, axis=1)
-        place = jnp.take_along_axis(at, best[:, None], axis=1)[:, 0]
-        wanted = sampled & (jnp.arange(len(rows)) < used) & ~jnp.any(kind == 3, axis=1)
-        place = jnp.where(wanted, place, size)
-        # `min`, as EMPTY is the smallest number: a `set` of equal indices may not drop on a GPU, see `device_plan`.
-        return entry.at[place].min(EMPTY, mode="drop").at[place].max(rows, mode="drop")
-
-    return jax.vmap(one)(entry, unique // len(unique), count)
+    return jax.vmap(one)(entry, size, listed, unique // len(unique), count)
 
 
 def _scramble_u32(x):
-    x = x.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    x = jnp.asarray(x).astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     x = (x ^ (x >> 15)) * jnp.uint32(0x85EBCA6B)
     return x ^ (x >> 13)
 
 
-def pick(entry, budget: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Pick at most `budget` rows per shard, on the host; rows of a failed save count as not picked.
+def pick(rows: RowSet, budget: int, batch) -> list[np.ndarray]:
+    """Pick at most `budget` rows per shard, on the host: those listed, and those of a save that was not committed.
 
     Args:
-      entry: i32[S, C].
-      budget: maximum number of rows per shard.
+      budget: maximum number of rows per shard, at least C. If a failed save has left more, random ones are picked.
+      batch: i32[], number of the batch, which seeds the random choices.
 
     Returns:
-      The list with the picked entries marked, i32[S, C], and the ascending rows of the stack, one array i32[n] per
-      shard.
+      The ascending rows of the stack, one array i32[n] per shard.
     """
-    marked, rows = np.array(entry), []
-    for shard, mine in enumerate(marked):
-        # Entries that are still marked belong to a save that was not committed: they may be picked again.
-        mine[:] = np.where((mine < 0) & (mine != EMPTY), ~mine, mine)
-        at = np.flatnonzero(mine >= 0)[:budget]
-        rows.append(np.sort(mine[at]) * np.int32(len(marked)) + np.int32(shard))
-        # Marked, not removed: if the save fails, the row must not have lost its entry.
-        mine[at] = ~mine[at]
-    return marked, rows
+    picked = []
+    for shard, bits in enumerate(np.asarray(rows.listed) | np.asarray(rows.copied)):
+        mine = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+        if len(mine) > budget:
+            mine = np.sort(np.random.default_rng(int(batch)).choice(mine, budget, replace=False))
+        picked.append((mine * len(rows.listed) + shard).astype(np.int32))
+    return picked
 
 
-def drop_picked(entry):
-    """Return the list without rows that were picked and not touched since, i32[S, C]."""
-    if not isinstance(entry, np.ndarray):
-        return _drop_picked(entry)
-    entry[entry < 0] = EMPTY
-    return entry
+def copied(rows: RowSet, picked: Sequence[np.ndarray]) -> RowSet:
+    """Remove rows i32[n] of the stack, one array per shard, from the list: a save holds them as they are now."""
+    entry, size, listed, unsaved = map(np.array, rows)
+    for shard, bits in enumerate(_bits_of(rows, picked)):
+        listed[shard] &= ~bits
+        unsaved[shard] |= bits
+        held = entry[shard, : size[shard, 0]]
+        kept = held[listed[shard][held >> 5] >> (held & 31).astype(np.uint32) & 1 == 1]
+        entry[shard, : len(kept)], size[shard] = kept, len(kept)
+    return RowSet(*map(counters.replaced, rows, (entry, size, listed, unsaved)))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _drop_picked(entry):
-    return jnp.where(entry < 0, EMPTY, entry)
+def saved(rows: RowSet, picked: Sequence[np.ndarray]) -> RowSet:
+    """Forget that rows were copied, once their save is committed; rows touched since are listed again."""
+    return rows._replace(copied=counters.replaced(rows.copied, np.asarray(rows.copied) & ~_bits_of(rows, picked)))
+
+
+def _bits_of(rows, picked):
+    """Return the bits of rows i32[n] of the stack, one array per shard; u32[S, W]."""
+    shards, words = rows.listed.shape
+    found = np.zeros((shards, 32 * words), bool)
+    for shard, mine in enumerate(picked):
+        found[shard, mine // shards] = True
+    return np.packbits(found, axis=1, bitorder="little").view(np.uint32)
+
+
+def clear(rows: RowSet, shard: int) -> RowSet:
+    """Return the set without the rows of one shard."""
+    return RowSet(rows.entry, *(counters.set_shard(array, shard, 0) for array in rows[1:]))

@@ -75,7 +75,7 @@ class Saves:
         self._most_deltas, self._copy, self._figures = most_deltas, copy, figures
         self._checkpointer: Any = None  # Checkpointer, set by `open`
         self._row_checkpointer: Any = None  # RowCheckpointer, set by `open` if rows are tracked
-        self._pending_pick: dict[str, Any] = {}  # pick of the save in flight
+        self._pending_rows: dict[str, Any] = {}  # {stack: Pick} of the save in flight
         self._pending_regular = 0  # step of the regular save in flight, else `regular`
         # Whether a whole image must precede more deltas: after a damaged chain or untracked steps.
         self._needs_base = False
@@ -161,25 +161,25 @@ class Saves:
 
     def _save_rows(self, state, step, row_tracker):
         """Save the picked rows, and if a regular save is due also all rows of the tables in `whole`."""
-        # Before `track_until`, which tracks for the next save: all batches up to this step, except for picked rows.
         picked = row_tracker.await_pick(step)
-        row_tracker.track_until(step, picked)
+        row_tracker.track_until(step)
         if picked is None:
             # Settle first, so that rows of the previous save are not picked again unchanged.
             self.settle()
             picked = row_tracker.pick(state.tables)
         regular = self._schedule.regular_due(step, self.regular)  # only now is the last save settled
         # Rows of the tables in `whole` are never picked, so no mini-save holds them.
-        rows = self._with_whole(picked, row_tracker.whole) if regular else _rows_of(picked)
+        rows = self._with_whole(picked, row_tracker.whole) if regular else _by_shard(picked)
         self.rows_saved += sum(map(len, rows.values()))
         self.saves += 1
         figures = self._figures(step, step if regular else self.regular)
+        copied = row_tracker.copied(state.tables, picked)
         self._row_checkpointer.save(state.tables, rows, step, figures, state.dense)
-        self._pending_pick = picked  # only now: if the copy fails, the rows stay unsaved
+        self._pending_rows = copied  # only now: if the copy fails, the rows stay unsaved
         self._pending_regular = step if regular else self._pending_regular
 
     def _with_whole(self, picked, whole):
-        rows = _rows_of(picked)
+        rows = _by_shard(picked)
         for name, ranges in whole.items():
             for shard in range(self._spec.shards):
                 all_of = [shard_rows(first, end, shard, self._spec.shards) for first, end in ranges]
@@ -189,14 +189,14 @@ class Saves:
     def settle(self) -> None:
         """Wait for the save in flight; its rows count as saved only if it was committed."""
         # Cleared first, so that each save is settled once, even if this raises.
-        pick, self._pending_pick = self._pending_pick, {}
+        rows, self._pending_rows = self._pending_rows, {}
         regular_step, self._pending_regular = self._pending_regular, self.regular
         # A list, so that every saver is settled even if an earlier one has failed. Rows of a failed save stay unsaved
         # and are picked again.
         if not all([saver.settle() for saver in self._savers()]):
             return
         if self._row_tracker:
-            self._row_tracker.saved(pick)
+            self._row_tracker.saved(rows)
         self.regular = self._pending_regular = regular_step
 
     def require_base(self) -> None:
@@ -243,5 +243,5 @@ def at_step(state: TrainState, step: int) -> TrainState:
     return state._replace(dense=state.dense._replace(step=np.int32(step)))
 
 
-def _rows_of(picked):
-    return {(name, shard): mine for name, pick in picked.items() for shard, mine in enumerate(pick.rows)}
+def _by_shard(picked):
+    return {(name, shard): mine for name, rows in picked.items() for shard, mine in enumerate(rows)}

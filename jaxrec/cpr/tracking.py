@@ -4,7 +4,7 @@ Trackers live where the rows live: in this process, or at the embedding servers,
 own shards. In the latter case no memory of the trainer grows with the tables.
 
 Legend: S shards, p shards of a server, V rows of a stack, U padded unique rows per shard, C padded rows per shard of a
-message.
+message, n rows of a pick.
 """
 
 import contextlib
@@ -50,17 +50,31 @@ class Trackers:
             for name, plan in plans.items():
                 self._by_stack[name] = self._scheme.touch(self._by_stack[name], plan)
 
-    def pick(self, values: Values) -> dict[str, Pick]:
-        """Return {stack: rows to save next}; for schemes that compare values, the tables must not change meanwhile."""
+    def pick(self, values: Values) -> dict[str, list[np.ndarray]]:
+        """Return the rows to save next, {stack: i32[n] per shard}.
+
+        For schemes that compare values, the tables must not change meanwhile, nor until `copied`.
+        """
         picked = {}
         for name, budget in self._budgets.items():
-            value = None if self._scheme.by_tracker else values(name)
+            value = self._compared(values, name)
             picked[name], self._by_stack[name] = self._scheme.pick(self._by_stack[name], budget, value)
         return picked
 
-    def saved(self, picked: Mapping[str, Pick]) -> None:
-        """Mark the rows of a pick as saved, once the save is committed."""
-        for name, pick in picked.items():
+    def copied(self, picked: Mapping[str, list[np.ndarray]], values: Values) -> dict[str, Pick]:
+        """Note that a save holds picked rows as they are now; return what `saved` takes."""
+        copied = {}
+        for name, rows in picked.items():
+            value = self._compared(values, name)
+            copied[name], self._by_stack[name] = self._scheme.copied(self._by_stack[name], rows, value)
+        return copied
+
+    def _compared(self, values, name):
+        return None if self._scheme.by_tracker else values(name)
+
+    def saved(self, copied: Mapping[str, Pick]) -> None:
+        """Mark rows as saved as they were copied, once their save is committed."""
+        for name, pick in copied.items():
             self._by_stack[name] = self._scheme.saved(self._by_stack[name], pick)
 
     def restored(self, shards: Sequence[int], values: Values) -> None:
@@ -114,16 +128,14 @@ class ServerTrackers:
         empty = Plan(np.zeros((self._spec.shards, 0), np.int32), {}, np.zeros(self._spec.shards, np.int32), 0)
         self._remembered.touch([dict.fromkeys(plans, empty) for plans in batches])  # SSU counts batches
 
-    def pick(self, values: Values | None = None) -> dict[str, Pick]:
-        """As `Trackers.pick`; `Pick.seen` stays at the servers, for `saved`.
+    def pick(self, values: Values | None = None) -> dict[str, list[np.ndarray]]:
+        """As `Trackers.pick`.
 
         Raises:
           ShardsLost: a server is dead, so its rows cannot be saved.
         """
         found = self._tables.track(_server_pick, lambda shards: ())
-        rows: dict[str, list[np.ndarray]] = {
-            name: [np.zeros(0, np.int32)] * self._spec.shards for name in self._budgets
-        }
+        rows = {name: [np.zeros(0, np.int32)] * self._spec.shards for name in self._budgets}
         known = self._remembered.remember()
         for shards, (picked, remembered) in found.items():
             for name, mine in picked.items():
@@ -132,11 +144,16 @@ class ServerTrackers:
             for name, of in remembered.items():
                 known[name] = {key: _merged(known[name][key], value, shards) for key, value in of.items()}
         self._remembered.recall(known)
-        return {name: Pick(of, []) for name, of in rows.items()}
+        return rows
 
-    def saved(self, picked: Mapping[str, Pick]) -> None:
-        """As `Trackers.saved`, for the last pick."""
-        if picked:
+    def copied(self, picked: Mapping[str, list[np.ndarray]], values: Values | None = None) -> dict[str, Pick]:
+        """As `Trackers.copied`, for the last pick; `Pick.seen` stays at the servers, for `saved`."""
+        self._at_servers(_server_copied, lambda shards: ())
+        return {name: Pick(rows, []) for name, rows in picked.items()}
+
+    def saved(self, copied: Mapping[str, Pick]) -> None:
+        """As `Trackers.saved`, for the last copy."""
+        if copied:
             self._at_servers(_server_saved, lambda shards: ())
 
     def restored(self, shards: Sequence[int], values: Values | None = None) -> None:
@@ -191,7 +208,8 @@ def _values(tables) -> Values:
 
 
 def _server_begin(server: ShardServer, scheme, budgets, known):
-    server.memory["trackers"], server.memory["pick"] = Trackers(scheme, _values(server), budgets, known), {}
+    server.memory["trackers"] = Trackers(scheme, _values(server), budgets, known)
+    server.memory["picked"], server.memory["copied"] = {}, {}
 
 
 def _server_touch(server, batches):
@@ -211,18 +229,23 @@ def _server_pick(server):
     if "trackers" not in server.memory:
         return {}, {}
     trackers = server.memory["trackers"]
-    server.memory["pick"] = picked = trackers.pick(_values(server))
+    server.memory["picked"] = picked = trackers.pick(_values(server))
     p, shards = len(server.shards), server.spec.shards
     rows = {
-        name: [mine // p * shards + shard for mine, shard in zip(pick.rows, server.shards, strict=True)]
-        for name, pick in picked.items()
+        name: [mine // p * shards + shard for mine, shard in zip(of, server.shards, strict=True)]
+        for name, of in picked.items()
     }
     return rows, trackers.remember()
 
 
+def _server_copied(server):
+    if "trackers" in server.memory:
+        server.memory["copied"] = server.memory["trackers"].copied(server.memory["picked"], _values(server))
+
+
 def _server_saved(server):
     if "trackers" in server.memory:
-        server.memory["trackers"].saved(server.memory["pick"])
+        server.memory["trackers"].saved(server.memory["copied"])
 
 
 def _server_restored(server, shards, scheme, budgets, known):
@@ -296,23 +319,18 @@ class RowTracker:
         if not self._picks and self._snapshot_done.is_set() and len(self._untracked) >= self._batches_per_call:
             self.track_until(step)
 
-    def track_until(self, step: int, picked: Mapping[str, Pick] | None = None) -> None:
-        """Track the batches up to a step, except for picked rows, whose values at this step are saved."""
+    def track_until(self, step: int) -> None:
+        """Track the batches up to a step."""
         with self._lock:
             mine = [plans for at, plans in self._untracked if at <= step]
             self._untracked = self._untracked[len(mine) :]
         if mine:
-            self.trackers.touch(
-                [{name: self._rows_to_track(name, plan, picked) for name, plan in plans.items()} for plans in mine]
-            )
+            self.trackers.touch([{name: self._rows_to_track(name, plan) for name, plan in of.items()} for of in mine])
 
-    def _rows_to_track(self, name, plan, picked):
-        if not picked and name not in self.whole:
+    def _rows_to_track(self, name, plan):
+        if name not in self.whole:
             return plan
-        # The save holds the effect of these batches on picked rows; tracking it would save the rows again unchanged.
-        dropped = in_ranges(plan, self.whole.get(name, ()))
-        dropped = dropped | in_pick(plan, picked[name].rows) if picked else dropped
-        return without_rows(plan, dropped, self.spec.stacks[name].rows)
+        return without_rows(plan, in_ranges(plan, self.whole[name]), self.spec.stacks[name].rows)
 
     def begin_snapshot(self, step: int) -> None:
         """Hold back batches of later steps until the snapshot of a step is saved."""
@@ -340,7 +358,7 @@ class RowTracker:
         previous_done = self._snapshot_done
 
         def pick():
-            # The order matters: the previous save picks its rows, batches up to `step` are tracked, settling the save
+            # The order matters: the previous save copies its rows, batches up to `step` are tracked, settling the save
             # subtracts what it holds, and only then are rows picked.
             previous_done.wait()
             self.track_until(step)
@@ -349,7 +367,7 @@ class RowTracker:
 
         self._picks[save_step] = self._picker.submit(pick)
 
-    def await_pick(self, save_step: int) -> dict[str, Pick] | None:
+    def await_pick(self, save_step: int) -> dict[str, list[np.ndarray]] | None:
         """Wait for the pick of a save and return it; None if its rows were not picked ahead."""
         for older in [step for step in self._picks if step < save_step]:
             self._picks.pop(older).result()  # its save did not happen: the rows stay unsaved
@@ -368,13 +386,17 @@ class RowTracker:
         for step in unsaved:  # they will be saved concurrently with later training
             self.begin_snapshot(step)
 
-    def pick(self, tables: Tables | None = None) -> dict[str, Pick]:
-        """Return {stack: Pick} for the next save; only schemes that compare values need `tables`."""
+    def pick(self, tables: Tables | None = None) -> dict[str, list[np.ndarray]]:
+        """Return the rows of the next save, {stack: i32[n] per shard}; only schemes that compare values need tables."""
         return self.trackers.pick(_values(tables))
 
-    def saved(self, picked: Mapping[str, Pick]) -> None:
-        """Mark the rows of a pick as saved, once the save is committed."""
-        self.trackers.saved(picked)
+    def copied(self, tables: Tables, picked: Mapping[str, list[np.ndarray]]) -> dict[str, Pick]:
+        """Note that a save holds picked rows as they are now, with all batches up to its step; for `saved`."""
+        return self.trackers.copied(picked, _values(tables))
+
+    def saved(self, copied: Mapping[str, Pick]) -> None:
+        """Mark rows as saved as they were copied, once their save is committed."""
+        self.trackers.saved(copied)
 
     def restored(self, tables: Tables, shards: Sequence[int]) -> None:
         """Mark the rows of restored shards as equal to the saved ones."""
@@ -411,12 +433,6 @@ def in_ranges(plan, ranges):
     for first, end in ranges:
         found |= (unique >= first) & (unique < end)
     return found
-
-
-def in_pick(plan, rows):
-    """Return bool[S, U]: whether each row of a plan was picked; `rows` has one ascending array per shard."""
-    found = lambda row, mine: np.append(mine, -1)[np.searchsorted(mine, row)] == row  # -1 is no row
-    return np.array([found(row, mine) for row, mine in zip(np.asarray(plan.unique), rows, strict=True)])
 
 
 def ranges_of(spec, whole):

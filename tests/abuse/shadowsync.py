@@ -67,6 +67,7 @@ REFUSED = {
     "Centre needs a rule with a centre, got model_averaging.*: use AllToAll": lambda _: Centre(MEAN, PARAMS),
     "no floating leaf, so there is nothing to synchronise": lambda _: AllToAll(MEAN, {"count": np.zeros(3, np.int32)}),
     r"the leaf \['w'\] is complex": lambda _: AllToAll(MEAN, {"w": np.zeros(3, np.complex64)}),
+    r"the leaf \['w'\] holds nan or inf": lambda _: AllToAll(MEAN, {"w": np.array([0.0, -np.inf], np.float32)}),
     r"the leaf \['bias'\] holds nan or inf": lambda _: AllToAll(MEAN, {"bias": np.array([0.0, np.nan], np.float32)}),
     "on_failure='ignore' must be 'raise', 'drop' or 'replace'": lambda _: meeting(on_failure="ignore"),
     "timeout_s=inf must be": lambda _: meeting(timeout_s=float("inf")),
