@@ -207,13 +207,13 @@ class Pipeline(Engine):
 
     def _next_batch_number(self):
         """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
+        if self.scheduler.paused:  # nothing is loaded meanwhile, so waiting would never end
+            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
         while (number := self.scheduler.wait_to_commit()) is None and self._has_lost_shards():
             self._recover_lost()
         return number
 
     def _train(self, number, hooks):
-        if self.scheduler.paused:
-            raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
         plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
         try:
             with uninterrupted(reraise=False) as deferred:
