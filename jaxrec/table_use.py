@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 
 class BrokenEngine(RuntimeError):
     """Rows of a step are lost: dense state and tables permanently differ in their steps.
@@ -49,11 +51,11 @@ class TableUse:
 
     def mark_at(self, step: int) -> None:
         """Mark the tables as matching the dense state of a step."""
-        self.current_at, self.puts = step, self.tables.puts[:, 1].copy()
+        self.current_at, self.puts = step, self.tables.puts.copy()
 
     def changed(self) -> bool:
         """Return whether a write has begun or ended since `mark_at`."""
-        return bool((self.tables.puts != self.puts[:, None]).any())
+        return not np.array_equal(self.tables.puts, self.puts)
 
     def table_steps(self) -> list[int | None]:
         """Return the step of each shard, None if unknown."""
@@ -61,7 +63,7 @@ class TableUse:
             return [None] * len(self.puts)
         return [
             self.current_at + int(done - before) if begun == done else None
-            for (begun, done), before in zip(self.tables.puts, self.puts, strict=True)
+            for (begun, done), before in zip(self.tables.puts, self.puts[:, 1], strict=True)
         ]
 
     def begin_run(self) -> None:

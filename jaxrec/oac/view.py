@@ -35,7 +35,7 @@ class TableProgress(TableUse):
 
     def untouched(self) -> bool:
         """Return whether nothing was put since `mark_current`, except by a change within `exclusive`."""
-        return self.scheduler.paused or np.array_equal(self.tables.puts[:, 1], self.puts)
+        return self.scheduler.paused or np.array_equal(self.tables.puts[:, 1], self.puts[:, 1])
 
     def refuse_broken(self) -> None:
         """Raise BrokenEngine if rows are lost, with the error that lost them as its cause."""
