@@ -6,7 +6,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -251,13 +250,12 @@ class Best:
 
     def __init__(self, run: Run, metric: str, extra: Callable[[int], Mapping[str, Any]]):
         self._directory, self._run, self._metric, self._extra = run.directory / BEST, run.id, metric, extra
-        self._path: Path | None = None
-        self.row: dict[str, Any] = {}
+        self._path, self.row = self._directory, dict[str, Any]()
         remove_partial(self._directory, "step_")
         check_same_run(self._directory, run.id)
         for path in images(self._directory):
             try:
-                self.row, self._path = read_manifest(path).extra[BEST], path
+                self.row, self._path = read_manifest(path).extra.get(BEST, {}), path
                 break  # an older one was left by a kill before it was removed
             except DamagedImage as error:
                 warnings.warn(f"the best state is lost, the best one from here on is kept: {error}", stacklevel=2)
@@ -290,7 +288,7 @@ class Best:
 
     def restored(self, state: TrainState) -> TrainState:
         """Return the best state, restored over `state`; `state` itself if there was no evaluation."""
-        if self._path is None:
+        if not self.row:
             return state
         try:
             return restore(self._path, state)[0]

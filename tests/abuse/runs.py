@@ -109,6 +109,12 @@ def _(directory):
         assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
+@situation("a best state without a config.json", ValueError, "holds best of a run whose config.json is gone")
+def _(directory):
+    (directory / "best").mkdir()
+    begin(directory)
+
+
 @situation("os.chdir after the run has begun")
 def _(directory):
     before = Path.cwd()
