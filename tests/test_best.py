@@ -15,6 +15,7 @@ from test_engine import DENSE, ROWS, SPEC, STEP, batch_at, bits, fresh, plain, s
 import jaxrec
 from jaxrec.checkpoint import images, read_manifest
 from jaxrec.embedding import HostTables, plan
+from jaxrec.files import PARTIAL
 
 RUN = "a" * 16
 
@@ -108,7 +109,9 @@ def test_a_kill_before_the_old_image_is_gone_leaves_the_new_one(tmp_path, monkey
         patch.setattr(saving, "remove_directory", kill)
         offer(best, 2, 0.6)
     assert steps_of(tmp_path) == [2, 1]
+    (tmp_path / "best" / f"step_00000003{PARTIAL}").mkdir()  # of a kill in the middle of the next one
     again = best_of(tmp_path)
+    assert len([*(tmp_path / "best").glob("step_*")]) == 2
     assert again.row["step"] == 2 and same(bits(again.restored(fresh("host"))), plain(2)[0])
     offer(again, 3, 0.7)
     assert steps_of(tmp_path) == [3]

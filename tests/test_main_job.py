@@ -286,7 +286,9 @@ def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch)
     [
         (OAC, "auc"),
         (DEVICE | {"monitor": "log_loss"}, "log_loss"),
-        (HOST | {"monitor": "gauc", "group": "C1", "table_directory": Path("tables")}, "gauc"),
+        pytest.param(
+            HOST | {"monitor": "gauc", "group": "C1", "table_directory": Path("tables")}, "gauc", marks=pytest.mark.gate
+        ),
         (EXACT["mfu on the device"], "auc"),
     ],
 )
