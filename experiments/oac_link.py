@@ -1,7 +1,7 @@
 """Traffic that `skip_stale_reads` keeps off the link between tables and device, compared with an oracle.
 
     python experiments/oac_link.py             exponents 0.6 to 1.3, windows 1 to 32; 15 minutes
-    python experiments/oac_link.py --rounds 0  bytes alone, no speed; 6 minutes
+    python experiments/oac_link.py --rounds 0  bytes alone, no speed; 22 minutes beside other work
 
 OAC with `skip_stale_reads` does not send a row that the ring of the last W batches holds. Ids are drawn from a power
 law of each exponent, over the reference workload (DLRM-Kaggle of throughput.py).

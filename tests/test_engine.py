@@ -2,7 +2,6 @@
 
 import _thread
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -18,6 +17,7 @@ from fleets import remote
 from mortal import MortalTables
 from world import batch_of, loss
 from world import ctrl_c as ctrl_c  # a fixture
+from world import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
 from jaxrec.cpr import Recovery, mfu
@@ -782,20 +782,16 @@ def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_co
 
 
 @each
-def test_what_a_recovery_has_trained_is_freed_without_a_search_for_cycles(make, tmp_path):
+def test_what_a_recovery_has_trained_is_freed_without_a_search_for_cycles(make, tmp_path, no_automatic_gc):
     """Which is rare in a program that allocates few objects: tables would pile up in memory."""
-    gc.disable()
-    try:
-        with make() as engine:
-            recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, scheme=mfu(), failures={6: [1]}))
-            list(engine.run(stream_from(0), [recovery.hook]))
-        assert recovery.failed == 1
-        engine, there = None, weakref.ref(engine)
-        assert there() is not None  # held by the recovery
-        recovery = None
-        assert there() is None
-    finally:
-        gc.enable()
+    with make() as engine:
+        recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, scheme=mfu(), failures={6: [1]}))
+        list(engine.run(stream_from(0), [recovery.hook]))
+    assert recovery.failed == 1
+    engine, there = None, weakref.ref(engine)
+    assert there() is not None  # held by the recovery
+    recovery = None
+    assert there() is None
 
 
 @each

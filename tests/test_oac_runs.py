@@ -42,6 +42,7 @@ from test_oac import (
 )
 from world import at_step, interrupt_when, is_inside, join_all, no_threads_left, until, workers
 from world import ctrl_c as ctrl_c  # a fixture
+from world import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
 from jaxrec import BrokenEngine
@@ -886,7 +887,7 @@ def test_a_loader_that_fills_the_same_arrays_again_trains_what_it_yielded():
 # ---- O13: one run at a time over one set of tables
 
 
-def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused():
+def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(no_automatic_gc):
     batches, state = make_batches(12), make_state()
     first = Pipeline(state, update_of(SPEC), window=WINDOW)
     other = make_state()._replace(tables=dataclasses.replace(state.tables))  # the same arrays
@@ -1228,7 +1229,7 @@ def test_a_forked_child_has_no_pipelines_to_wait_for():
 # ---- iterators that are dropped, interrupts
 
 
-def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle():
+def test_an_iterator_that_is_dropped_ends_its_threads_also_within_a_cycle(no_automatic_gc):
     pipeline, batches = pipeline_of(), make_batches(12)
     cycle = {"run": pipeline.run(batches)}
     cycle["itself"] = cycle
@@ -1398,7 +1399,6 @@ import numpy as np, jax
 from test_oac import ROWS, SPEC, make_batches, make_state, update_of
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
-from jaxrec.oac.pipeline import live_pipelines
 
 def fetch(tree):
     time.sleep(0.02)

@@ -1,6 +1,7 @@
 """Helpers shared by tests: a small click model, hooks, waiting for threads, Ctrl-C, threads that are left."""
 
 import contextlib
+import gc
 import itertools
 import signal
 import sys
@@ -125,6 +126,14 @@ def interrupt_when(condition, then=lambda: None):
     thread = threading.Thread(target=wait_and_send)
     thread.start()
     return thread
+
+
+@pytest.fixture
+def no_automatic_gc():
+    """No thread collects garbage by itself; while one does, `gc.collect` in another does nothing."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

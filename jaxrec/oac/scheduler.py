@@ -93,7 +93,7 @@ class BatchScheduler:
             return not self._complete()
 
     def mark_planned(self, store: Callable[[], None]) -> None:
-        """Count a planned batch; `store` stores it under the lock, which keeps `committed` and `void_before` fixed."""
+        """Count a planned batch; `store` stores it under the lock, which keeps `void_before` fixed."""
         with self._changed:
             store()
             # After `store`, so that a thread that reads the new count finds the batch.
