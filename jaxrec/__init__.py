@@ -27,6 +27,7 @@ from jaxrec.embedding import (
     EmbeddingSpec,
     HostTables,
     Lookup,
+    PinnedTables,
     Table,
     Tables,
     activations,
@@ -50,7 +51,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables",
-    "Lookup", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState",
+    "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState",
     "activations", "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh",
     "make_train_step", "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train",
     "update",

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from jaxrec import validate
-from jaxrec.embedding import DeviceTables, Tables, activations
+from jaxrec.embedding import Tables, activations
 from jaxrec.embedding.spec import EmbeddingSpec, check_row_optimizer
 from jaxrec.losses import (
     check_per_example,
@@ -221,7 +221,7 @@ def init_state(
     Args:
       params: dense parameters, any pytree.
       optimizer: optax.GradientTransformation.
-      tables: DeviceTables, HostTables or RemoteTables.
+      tables: DeviceTables, PinnedTables, HostTables or RemoteTables.
       mesh: from `make_mesh`; one device if None.
 
     Returns:
@@ -318,8 +318,8 @@ def make_train_step(
       seed: seed of a random loss, from 0 to 2**32 - 1; None for a loss without `rng`.
 
     Returns:
-      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables`, read, update and put are one program; with
-      `HostTables`, rows are copied to the mesh and back. Metrics: {'loss': f32[], 'weight': f32[], and the figures
+      A function of TrainState, {stack: Plan} and Batch. With `DeviceTables` and `PinnedTables`, read, update and put are
+      one program; with others, rows are copied to the mesh and back. Metrics: {'loss': f32[], 'weight': f32[], and the figures
       f32[] of the loss}, left on the device.
 
     Raises:
@@ -353,31 +353,35 @@ def make_train_step(
     mapped = make_update(spec, loss, optimizer, row_optimizer, mesh, seed)
     read_rows, put_rows = _device_operations(spec, mesh)
 
-    # One program, so that XLA writes the rows into the donated tables in place.
-    def fused(state, plans, batch):
-        dense, rows, metrics = mapped(state.dense, read_rows(state.tables, plans), plans, batch)
-        return TrainState(dense, put_rows(state.tables, plans, rows)), metrics
+    # One program, in which XLA writes the rows of donated device tables in place.
+    def fused(dense, tables, plans, batch):
+        dense, rows, metrics = mapped(dense, read_rows(tables, plans), plans, batch)
+        return dense, put_rows(tables, plans, rows), metrics
 
-    placed = lambda first: shardings((*first, plan_specs(spec.stacks), BATCH), mesh)
-    on_device = jax.jit(fused, in_shardings=placed([TrainState(_DENSE, SPLIT)]), donate_argnums=0)
-    on_rows = jax.jit(mapped, in_shardings=placed([_DENSE, SPLIT]), donate_argnums=0)
+    placed = lambda *first: shardings((*first, plan_specs(spec.stacks), BATCH), mesh)
+    compiled = functools.partial(jax.jit, fused, in_shardings=placed(_DENSE, SPLIT))
+    on_device, on_pinned = compiled(donate_argnums=(0, 1)), compiled(donate_argnums=0)
+    on_rows = jax.jit(mapped, in_shardings=placed(_DENSE, SPLIT), donate_argnums=0)
 
     def run(state, plans, batch):
-        if isinstance(state.tables, DeviceTables):
-            return on_device(state, plans, batch)
-        dense, rows, metrics = on_rows(state.dense, state.tables.read(plans), plans, batch)
+        tables = state.tables
+        if tables.traced is not None:
+            step = on_pinned if tables.in_place else on_device
+            dense, traced, metrics = step(state.dense, tables.traced, plans, batch)
+            return TrainState(dense, tables.with_traced(traced)), metrics
+        dense, rows, metrics = on_rows(state.dense, tables.read(plans), plans, batch)
         try:
-            return TrainState(dense, state.tables.put(plans, rows)), metrics
+            return TrainState(dense, tables.put(plans, rows)), metrics
         except ShardsLost as lost:
             # All other shards are written and the old dense state is donated: the step counts as done.
-            lost.done = TrainState(dense, state.tables), metrics
+            lost.done = TrainState(dense, tables), metrics
             raise
 
     return _checked(run, spec)
 
 
 def _device_operations(spec, mesh):
-    """Return functions that read and put rows of device tables, each device those of its own shards."""
+    """Return functions that read and put the rows of traced tables, each device those of its own shards."""
     of_plans, over = plan_specs(spec.stacks), functools.partial(jax.shard_map, mesh=mesh, out_specs=SPLIT)
     read = over(lambda tables, plans: tables.read(plans), in_specs=(SPLIT, of_plans))
     put = over(lambda tables, plans, rows: tables.put(plans, rows), in_specs=(SPLIT, of_plans, SPLIT))
@@ -424,9 +428,9 @@ def check_step(update: Callable, state: TrainState, plans: dict[str, Plan], batc
     >>> jaxrec.check_step(update, state, jaxrec.plan(spec, ids), batch) < 1e-6
     True
     """
-    spec, on_device = state.tables.spec, isinstance(state.tables, DeviceTables)
-    read_rows = _device_operations(spec, mesh_of(state.dense))[0]
-    rows = read_rows(state.tables, plans) if on_device else state.tables.read(plans)
+    spec, traced = state.tables.spec, state.tables.traced
+    read_rows = jax.jit(_device_operations(spec, mesh_of(state.dense))[0])
+    rows = state.tables.read(plans) if traced is None else read_rows(traced, plans)
     compiled = jax.jit(update)(state.dense, rows, plans, batch)
     with jax.disable_jit():
         plain = update(state.dense, rows, plans, batch)
@@ -482,17 +486,18 @@ def make_eval_step(
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
     mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)
 
-    # `source`: device tables, whose rows are read in the same program, or rows.
+    # `source`: traced tables, whose rows are read in the same program, or rows.
     def on_source(params, source, plans, batch):
-        rows = read_rows(source, plans) if isinstance(source, DeviceTables) else source
+        rows = source if isinstance(source, dict) else read_rows(source, plans)
         validate.check_rows(spec, rows)
         return mapped(jax.tree.map(lambda leaf: leaf[replica], params), rows, plans, batch)
 
     compiled = jax.jit(on_source, in_shardings=shardings((PER_REPLICA, SPLIT, of_plans, BATCH), mesh))
 
     def run(state, plans, batch):
-        on_device = isinstance(state.tables, DeviceTables)
-        return compiled(state.dense.params, state.tables if on_device else state.tables.read(plans), plans, batch)
+        traced = state.tables.traced
+        source = state.tables.read(plans) if traced is None else traced
+        return compiled(state.dense.params, source, plans, batch)
 
     return _checked(run, spec)
 

@@ -1,7 +1,7 @@
 """Embeddings: tables and lookups (`EmbeddingSpec`), the rows that a batch touches (`plan`), and row storage (`Tables`).
 
-Read `spec` first, then `tables`: `DeviceTables`, `HostTables` and `RemoteTables` implement that one interface, whose
-operations are `read`, `put` and `add`. `lookup` numbers rows and turns them into activations; `optimizers` updates
+Read `spec` first, then `tables`: `DeviceTables`, `PinnedTables`, `HostTables` and `RemoteTables` implement that one
+interface, whose operations are `read`, `put` and `add`. `lookup` numbers rows and turns them into activations; `optimizers` updates
 them. `embedding_matrix` copies a table out of any implementation. The servers of remote rows are in `servers`.
 """
 
@@ -19,13 +19,14 @@ from jaxrec.embedding.optimizers import (
     with_clipping,
     with_weight_decay,
 )
+from jaxrec.embedding.pinned import PinnedTables
 from jaxrec.embedding.remote import RemoteTables
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
-    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "RemoteTables", "Table",
-    "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "ftrl",
+    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "PinnedTables", "RemoteTables",
+    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "ftrl",
     "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad", "rowwise_adam", "sgd", "with_clipping",
     "with_weight_decay",
 ]  # fmt: skip

@@ -45,6 +45,15 @@ class DeviceTables:
     step = None  # puts are not counted
     in_place = False
 
+    @property
+    def traced(self) -> "DeviceTables":
+        """These tables, whose reads and puts are part of a program."""
+        return self
+
+    def with_traced(self, rows: "DeviceTables") -> "DeviceTables":
+        """Return the tables that a program has returned."""
+        return rows
+
     @classmethod
     def create(cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh=None) -> "DeviceTables":
         """Create initial tables on a mesh; each device draws its own shards.

@@ -227,6 +227,7 @@ class HostTables(PutCounts):
     puts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
     in_place: ClassVar[bool] = True
+    traced: ClassVar[None] = None
 
     def __post_init__(self):
         if not len(self.puts):  # constructed from arrays, without counts
@@ -254,14 +255,15 @@ class HostTables(PutCounts):
                 name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)]
                 for name, stack in spec.stacks.items()
             }
-            return cls(spec, layout, shards)._filled()
+            return cls(spec, layout, shards).filled()
         directory = local_path(directory)
         with creating_files(directory, spec, layout) as (shards, puts):
-            tables = cls(spec, layout, shards, directory, puts)._filled()
+            tables = cls(spec, layout, shards, directory, puts).filled()
             tables.flush()
         return tables
 
-    def _filled(self):
+    def filled(self) -> "HostTables":
+        """Overwrite all rows with their initial values; return the same tables."""
         for (name, shard), parts in self.on_shards(lambda stack, shard, parts: parts).items():
             fill_initial(self.spec, self.layout, name, shard, parts)
         return self
@@ -368,9 +370,9 @@ class HostTables(PutCounts):
         }
 
         def copy(key):
-            (name, shard), local = key, rows[key] // self.spec.shards
+            (name, shard), ids = key, rows[key]
             for part, out in taken[key].items():
-                shards[name][shard][part].take(local, axis=0, out=out, mode="clip")
+                kernels.gather(shards[name][shard][part], ids, self.spec.shards, len(ids), out)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(copy, taken))

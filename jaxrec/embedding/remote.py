@@ -150,6 +150,7 @@ class RemoteTables(PutCounts):
     """
 
     in_place: ClassVar[bool] = True
+    traced: ClassVar[None] = None
     remote_rows: ClassVar[bool] = True  # rows are saved and restored by the servers
     directory: ClassVar[Path | None] = None
 

@@ -71,6 +71,8 @@ class Tables(Protocol):
       layout: parts of a row, per stack.
       step: number of puts applied to all shards; None if puts are not counted, or if the tables are torn.
       in_place: whether writes change these tables in place, so that several threads can write.
+      traced: a pytree with pure `read` and `put` for programs, whose result `with_traced` takes; None if only the host
+        reaches the rows.
     """
 
     @property
@@ -84,6 +86,9 @@ class Tables(Protocol):
 
     @property
     def in_place(self) -> bool: ...
+
+    @property
+    def traced(self) -> Any | None: ...
 
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
         """Gather the planned rows and slots; padding yields zeros."""

@@ -1,0 +1,230 @@
+"""Tables in host memory that the devices read and write themselves, inside of the program of a step.
+
+A row and its slots are one record, padded to 16 bytes. On a GPU the records are registered with the driver, so that its
+threads reach them over the link, at their address in host memory; on a CPU the same kernels run on the host.
+
+Programs wait for each other through `puts`, a result of each put and an operand of each read, so that XLA cannot
+reorder them. The host waits for the last put before it reads or writes a record.
+
+Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width, L record width.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.embedding import native
+from jaxrec.embedding.host import HostTables
+from jaxrec.embedding.spec import EmbeddingSpec, Layout
+from jaxrec.embedding.tables import RowIds, fitting_parts
+from jaxrec.sharding import SPLIT, as_mesh, check_split, put_on_mesh
+from jaxrec.types import Part, Plan, RowOptimizer, Rows
+
+_LANE = 4  # floats that a thread moves at a time
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["address", "puts"], meta_fields=["spec", "layout"])
+@dataclasses.dataclass(frozen=True)
+class PinnedRows:
+    """What a program needs to read and put rows of `PinnedTables`; pure, as each put returns new `puts`.
+
+    Attributes:
+      address: {stack: i32[S, 2]} where the records of each shard begin, as halves of 64 bits; inside shard_map only the
+        local shards.
+      puts: {stack: i32[S]} puts by programs so far.
+      spec: the complete spec, also inside shard_map.
+      layout: parts of a row, per stack.
+    """
+
+    address: dict[str, jax.Array]
+    puts: dict[str, jax.Array]
+    spec: EmbeddingSpec
+    layout: Layout
+
+    def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
+        """Gather the planned rows and slots; padding yields zeros. Raises ValueError for plans of another spec."""
+        return {name: self._read_stack(name, plan) for name, plan in plans.items()}
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "PinnedRows":
+        """Store updated rows."""
+        puts = {name: self._put_stack(name, plan, rows[name]) for name, plan in plans.items()}
+        return dataclasses.replace(self, puts={**self.puts, **puts})
+
+    def _read_stack(self, name, plan):
+        where, width = places(self.layout[name])
+        records = self._call("jaxrec_read_rows", name, plan, (*plan.unique.shape, width), jnp.float32)
+        parts = {part: records[..., place] for part, place in where.items()}
+        return Rows(parts.pop("value"), parts)
+
+    def _put_stack(self, name, plan, rows):
+        parts, (where, width) = fitting_parts(self, name, plan, rows), places(self.layout[name])
+        used = sum(place.stop - place.start for place in where.values())
+        padding = jnp.zeros((*plan.unique.shape, width - used), jnp.float32)
+        records = jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
+        return self._call("jaxrec_put_rows", name, plan, self.puts[name].shape, jnp.int32, records)
+
+    def _call(self, target, name, plan, shape, dtype, *records):
+        puts, stack = self.puts[name], self.spec.stacks[name]
+        if len(plan.unique) != len(puts):
+            raise ValueError(
+                f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {len(puts)} here of "
+                f"{stack.shards}: plan with their own spec."
+            )
+        out = jax.ShapeDtypeStruct(shape, dtype, vma=jax.typeof(puts).vma)
+        call = jax.ffi.ffi_call(target, out)
+        fixed = {"shards": np.int64(stack.shards), "rows_per_shard": np.int64(stack.rows_per_shard)}
+        return call(plan.unique, plan.count, self.address[name], puts, *records, **fixed)
+
+
+def places(parts: Mapping[str, Part]) -> tuple[dict[str, slice], int]:
+    """Return where the parts of a row are in its record, and the width L of the record, a multiple of 16 bytes.
+
+    >>> places({"value": Part(16, "float32", None), "accumulator": Part(1, "float32", 0.0)})
+    ({'value': slice(0, 16, None), 'accumulator': slice(16, 17, None)}, 20)
+    """
+    ends = list(itertools.accumulate(part.width for part in parts.values()))
+    where = {name: slice(end - part.width, end) for (name, part), end in zip(parts.items(), ends, strict=True)}
+    return where, -(-ends[-1] // _LANE) * _LANE
+
+
+class PinnedTables:
+    """Embedding tables and their optimizer slots in host memory, read and written by the devices in the step's program.
+
+    For tables that are larger than the memory of the GPUs: a step moves the rows of its batch over the link and nothing
+    else. The kernels are compiled at first use, by the nvcc of `jax[cuda13]` or, on a CPU, by a C++ compiler.
+
+    From the host they are used like `HostTables`: each access waits until the devices have put the last rows. Rows that
+    the host writes are seen by all later steps.
+
+    Attributes:
+      traced: PinnedRows, for a program; each step leaves those of its last put.
+
+    >>> from jaxrec.embedding import Lookup, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
+    >>> PinnedTables.create(spec, sgd(0.1)).step
+    0
+    """
+
+    in_place: ClassVar[bool] = True
+    directory: ClassVar[None] = None
+
+    def __init__(self, host: HostTables, records: dict[str, list[np.ndarray]], mesh: jax.sharding.Mesh):
+        """See `create`; `host` has views of the records {stack: f32[V / S, L] per shard}."""
+        self._host, self.spec, self.layout, self.puts = host, host.spec, host.layout, host.puts
+        check_split(self.spec.shards, mesh)
+        _register(self, native.load(mesh.devices.flat[0]), [one for shards in records.values() for one in shards])
+        address = {name: np.array([one.ctypes.data for one in shards], np.uint64) for name, shards in records.items()}
+        self.traced = PinnedRows(
+            {name: put_on_mesh(of.view(np.int32).reshape(-1, 2), mesh, SPLIT) for name, of in address.items()},
+            {name: put_on_mesh(np.zeros(self.spec.shards, np.int32), mesh, SPLIT) for name in records},
+            self.spec,
+            self.layout,
+        )
+
+    @classmethod
+    def create(
+        cls, spec: EmbeddingSpec, row_optimizer: RowOptimizer, mesh: jax.sharding.Mesh | None = None
+    ) -> "PinnedTables":
+        """Create initial tables for the devices of a mesh, each of which reads and writes its own shards.
+
+        Args:
+          spec: tables and shards.
+          row_optimizer: decides the slots.
+          mesh: from `make_mesh`; one device if None.
+
+        Raises:
+          RuntimeError: the kernels cannot be compiled, or the driver refuses the memory.
+          ValueError: the shards cannot be split over the mesh.
+        """
+        layout, mesh = spec.layout(row_optimizer), as_mesh(mesh)
+        records, shards = {}, {}
+        for name, stack in spec.stacks.items():
+            where, width = places(layout[name])
+            records[name] = [np.zeros((stack.rows_per_shard, width), np.float32) for _ in range(spec.shards)]
+            shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
+        return cls(HostTables(spec, layout, shards).filled(), records, mesh)
+
+    def with_traced(self, rows: PinnedRows) -> "PinnedTables":
+        """Return these tables after a program that has put rows once."""
+        self.traced = rows
+        self.puts += 1
+        return self
+
+    @property
+    def host(self) -> HostTables:
+        """The same rows as `HostTables`, once the devices have put the last ones."""
+        jax.block_until_ready(self.traced.puts)
+        return self._host
+
+    @property
+    def step(self) -> int | None:
+        """See `HostTables`."""
+        return self._host.step
+
+    def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
+        """Gather the planned rows and slots into arrays of the host; padding yields zeros."""
+        return self.host.read(plans)
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "PinnedTables":
+        """Store updated rows from the host; return the same tables."""
+        self.host.put(plans, rows, shards)
+        return self
+
+    def add(
+        self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
+    ) -> "PinnedTables":
+        """Add rows - old to the current rows, on the host and without a lock; return the same tables."""
+        self.host.add(plans, rows, old, shards)
+        return self
+
+    def parts(self, stack: str) -> dict[str, list[np.ndarray]]:
+        """See `HostTables`; views that the next step writes."""
+        return self.host.parts(stack)
+
+    def on_shards(self, function: Callable[..., Any], *args) -> dict[tuple[str, int], Any]:
+        """See `HostTables`."""
+        return self.host.on_shards(function, *args)
+
+    def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """See `HostTables`."""
+        return self.host.take(rows)
+
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "PinnedTables":
+        """See `HostTables`."""
+        self.host.with_shard(stack, shard, parts)
+        return self
+
+    @contextlib.contextmanager
+    def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None):
+        """See `HostTables`."""
+        with self.host.overwriting(shards, step):
+            yield self
+
+    def flush(self) -> None:
+        """Do nothing: the rows are in RAM."""
+
+
+def _register(tables, library, records):
+    """Give the devices access to the records for as long as the tables live."""
+    for number, one in enumerate(records):
+        if wrong := library.jaxrec_register(one.ctypes.data, one.nbytes):
+            _unregister(library, records[:number])
+            raise RuntimeError(
+                f"the driver refuses {one.nbytes / 1e9:.1f} GB of host memory for the GPU ({wrong.decode()}): make the "
+                "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
+            )
+    # The arguments keep the memory until it is not registered any more, also if the tables go first.
+    weakref.finalize(tables, _unregister, library, records)
+
+
+def _unregister(library, records):
+    for one in records:
+        library.jaxrec_unregister(one.ctypes.data)
