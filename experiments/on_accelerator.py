@@ -1,11 +1,12 @@
 """Measure what needs an accelerator, in parts: each in its own process with its own limit, none stops the next.
 
-    python experiments/on_accelerator.py --out DIR            all parts in order: 30 minutes at most
+    python experiments/on_accelerator.py --out DIR            all parts in order: 35 minutes at most
     python experiments/on_accelerator.py step_time --out DIR  one part
     python experiments/on_accelerator.py --out DIR --smoke    tiny, on any machine; figures mean nothing
 
-On a machine lent for ten minutes a command, run these four, each within its ten minutes:
+On a machine lent for ten minutes a command, run these five, each within its ten minutes:
 
+    python experiments/on_accelerator.py pinned --out $OUT                 5 minutes
     python experiments/on_accelerator.py step_time --out $OUT              8 minutes
     python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
     python experiments/on_accelerator.py shadow saves --out $OUT           5.5 minutes
@@ -13,6 +14,7 @@ On a machine lent for ten minutes a command, run these four, each within its ten
 
 Parts, most valuable first (see accelerator/*.py for what each measures):
 
+    pinned       tables in host memory that the GPU reads and writes, beside tables on it, FBGEMM's UVM, and the link
     step_time    a step of DLRM and DCNv2, tables on the device, beside PyTorch eager and compiled
     oac          host tables over the real link: all modes, windows 1 to 16, bitwise equality on the device
     oac_wide     the same with ten tables of width 128, as many rows as the host holds
@@ -53,7 +55,7 @@ from jaxrec.files import local_path, make_directory, write_json, write_text  # n
 
 
 class PartOfKit(NamedTuple):
-    """Module and function of a part, its share of the 30 minutes, and whether it needs an accelerator."""
+    """Module and function of a part, its share of the 35 minutes, and whether it needs an accelerator."""
 
     module: str
     function: str
@@ -62,6 +64,7 @@ class PartOfKit(NamedTuple):
 
 
 PARTS = {
+    "pinned": PartOfKit("accelerator.pinned", "run", 5),
     "step_time": PartOfKit("accelerator.step_time", "run", 8),
     "oac": PartOfKit("accelerator.link", "run", 5),
     "oac_wide": PartOfKit("accelerator.link", "run_wide", 3.5),

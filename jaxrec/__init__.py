@@ -3,7 +3,7 @@
 A training step is plan -> read -> update -> put:
 
     plans = plan(spec, batch.ids)         deduplicated rows that the batch touches, per stack of tables
-    rows = tables.read(plans)             from `DeviceTables` or, if the tables are larger, `HostTables`
+    rows = tables.read(plans)             from `DeviceTables` or, if the tables are larger, `PinnedTables`
     dense, rows, metrics = update(...)    pure: loss, gradients, optax, and a row optimizer
     tables = tables.put(plans, rows)      store the updated rows
 
@@ -11,7 +11,7 @@ A training step is plan -> read -> update -> put:
 over batches with hooks, `fit` folds it over planned batches, and `evaluate` computes AUC and log loss. Three techniques
 build on it, each usable alone or with the others; `help` of each package says what to read first:
 
-    jaxrec.oac          overlap batches over host tables, with the results of serial training: `Pipeline`
+    jaxrec.oac          overlap batches over `HostTables`, with the results of serial training: `Pipeline`
     jaxrec.shadowsync   average replicas of the dense network in the background: `SyncGroup`
     jaxrec.cpr          restore only the lost shards, from checkpoints of the most used rows: `Recovery`
 
@@ -51,8 +51,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables",
-    "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables", "TrainState",
-    "activations", "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step", "make_mesh",
+    "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables",
+    "TrainState", "activations", "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step",
+    "make_mesh",
     "make_train_step", "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train",
     "update",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
+from jaxrec.sharding import mesh_of
 from jaxrec.step import run_hooks
 from jaxrec.table_use import BrokenEngine, TableUse
 from jaxrec.types import Batch, ShardsLost, TrainState
@@ -464,7 +465,8 @@ class Engine:
 class Serial(Engine):
     """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
-    Batches of numpy arrays are planned on the host, batches of JAX arrays on their device, with equal results.
+    Batches of numpy arrays are planned on the host, or sent to the GPUs of the state and planned there; batches of JAX
+    arrays on their device. Results are equal.
 
         with Serial(state, train_step) as engine:
             for state, metrics in engine.run(batches, hooks=[...]): ...
@@ -531,7 +533,7 @@ class Serial(Engine):
         return self._hold(self._over_pairs(in_pairs(pairs), tuple(hooks)))
 
     def _over(self, stream, hooks):
-        with PlanPrefetcher(stream, self.tables.spec, self._capacity) as ahead:
+        with PlanPrefetcher(stream, self.tables.spec, self._capacity, mesh_of(self._state.dense)) as ahead:
             yield from self._over_pairs(ahead, hooks, ahead.forget)
 
     def _over_pairs(self, pairs, hooks, forget=lambda: None):

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import next_of, uninterrupted
+from jaxrec.sharding import to_device
 from jaxrec.types import Batch
 
 END = object()  # returned by `take` at the end of the stream
@@ -99,15 +100,30 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
         yield pair
 
 
+def plans_there(mesh: jax.sharding.Mesh) -> bool:
+    """Return whether the devices of a mesh plan faster than the host: GPUs do."""
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 class PlanPrefetcher:
     """Context manager that plans the batches of a stream in a thread; leaving it never waits for the stream.
 
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
     nothing. No other thread uses the stream meanwhile.
+
+    GPUs of `mesh` are sent the batches and plan them. The thread then only reads how many rows each has, before its
+    step is dispatched: no step waits, and none is trained with rows left out.
     """
 
-    def __init__(self, stream: Stream, spec: EmbeddingSpec, capacity: Mapping[str, int] | None = None):
+    def __init__(
+        self,
+        stream: Stream,
+        spec: EmbeddingSpec,
+        capacity: Mapping[str, int] | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
         self._stream, self._spec, self._capacity = stream, spec, capacity
+        self._mesh = mesh if mesh is not None and plans_there(mesh) else None
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # SimpleQueue is implemented in C: it has no Python lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) in stream order
@@ -163,9 +179,10 @@ class PlanPrefetcher:
     def _plan_all(self):
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                plans = plan(self._spec, taken.ids, self._capacity)
+                batch = taken if self._mesh is None else to_device(taken, self._mesh)
+                plans = plan(self._spec, batch.ids, self._capacity)
                 self._capacity = capacity_of(plans)
-                self._made.put(((taken, plans), None))
+                self._made.put(((batch, plans), None))
             self._made.put((None, None))
         except BaseException as error:
             self._keep(error)

@@ -16,6 +16,7 @@ import on_accelerator
 import pytest
 from accelerator import measure
 from accelerator.measure import ROW, Task, in_turns, interval, over
+from homes import needs_compiler
 from world import until
 
 SCRIPT = Path(on_accelerator.__file__)
@@ -311,7 +312,7 @@ def test_step_time(tmp_path):
     for figures in rows.values():
         for way in (
             "jaxrec",
-            "jaxrec_sent_ahead",
+            "jaxrec_host_plan",
             "jaxrec_device_plan",
             "jaxrec_device_plan_resident",
             "jaxrec_planned",
@@ -324,6 +325,21 @@ def test_step_time(tmp_path):
             )
         else:
             assert found["left_out"] == ["PyTorch: torch is not installed"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_pinned(tmp_path):
+    needs_compiler()
+    found, rows = smoke("pinned", tmp_path)
+    assert found["left_out"] == ["FBGEMM: there is no GPU, or fbgemm_gpu is not installed"] * 2
+    *equality, narrow, wide, ten = rows.values()
+    for figures in equality:
+        assert all(figures[f"{what}_bitwise_equal"] for what in ("read", "put", "steps", "again"))
+    for figures in (narrow, wide, ten):
+        assert all(figures[f"{what}_ms"]["median"] > 0 for what in ("pinned", "plan", "read", "put"))
+    assert narrow["device_over_pinned"]["median"] > 0 and "device_ms" not in ten
+    assert narrow["moved_gb"] == pytest.approx(4e-9 * narrow["unique_rows"] * 17)
 
 
 @pytest.mark.slow

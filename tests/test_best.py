@@ -63,7 +63,7 @@ RISING, FALLING = [0.5, 0.7, math.nan, 0.7, 0.6, 0.8, 0.75], [0.7, 0.5, math.nan
 
 @pytest.mark.parametrize(
     ("home", "metric", "values"),
-    [(home, "validation_auc", RISING) for home in ("host", "mapped", "device", "remote")]
+    [(home, "validation_auc", RISING) for home in ("host", "mapped", "device", "pinned", "remote")]
     + [("host", "validation_gauc", RISING), ("host", "validation_log_loss", FALLING)],
 )
 def test_the_best_state_comes_back_bit_for_bit_and_is_written_when_it_improves_alone(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from homes import each_part, tables_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import chosen, examples
@@ -38,7 +39,7 @@ from jaxrec.checkpoint import (
 from jaxrec.checkpoint.format import load_arrays
 from jaxrec.checkpoint.restore import fill, with_chain
 from jaxrec.cpr import Recovery, mfu
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.files import write_json
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
@@ -55,18 +56,16 @@ def spec_of(shards=8, tables=None):
 def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7, 3)):
     """A state with the given placement; random values if a seed is given."""
     mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), OPTIMIZERS[optimizer]
-    tables = HostTables.create(spec, rows) if home == "host" else DeviceTables.create(spec, rows, mesh)
+    tables = tables_in(home, spec, rows, mesh)
     params = {"kernel": jnp.zeros(dense), "bias": jnp.zeros(3), "empty": jnp.zeros((0, 2))}
     state = jaxrec.init_state(params, optax.adam(0.1), tables, mesh)
     if seed is None:
         return state
     rng = np.random.default_rng(seed)
     fill = lambda x: jax.device_put(np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), x.sharding)
-    if home == "host":
-        for shards in tables.shards.values():
-            for parts in shards:
-                for array in parts.values():
-                    array[:] = rng.normal(size=array.shape)
+    if tables.in_place:
+        for _, array in each_part(tables):
+            array[:] = rng.normal(size=array.shape)
     else:
         tables = jax.tree.map(fill, tables)
     return jaxrec.TrainState(jax.tree.map(fill, state.dense)._replace(step=jnp.asarray(12)), tables)
@@ -86,7 +85,7 @@ def read_slots(state, stack):
     return [part for part in state.tables.layout[stack] if part != "value"]
 
 
-SOURCES = [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8), ("host", 1, 3)]
+SOURCES = [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8), ("host", 1, 3), ("pinned", 4, 8)]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +99,7 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
     write_image(tmp_path / "step_00000012", snapshot(state, {"position": 99}))
     for target, devices_there, shards_there in [
         ("device", 1, 8), ("device", 2, 8), ("device", 4, 16), ("device", 8, 8), ("host", 1, 8), ("host", 1, 5),
+        ("pinned", 2, 8),
     ]:  # fmt: skip
         other = spec_of(shards_there)
         found, image = restore(tmp_path / "step_00000012", make(target, other, optimizer, devices_there))
@@ -142,7 +142,7 @@ def test_one_shard_is_restored_alone(tmp_path):
         ({"dense": (7, 4)}, "other dense state: it has .*kernel.*1, 7, 3.*wanted .*1, 7, 4"),
     ],
 )
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("home", ["device", "host", "pinned"])
 def test_an_image_of_something_else_is_refused(tmp_path, home, change, message):
     spec = spec_of()
     write_image(tmp_path / "step_1", snapshot(make("device", spec)))
@@ -404,7 +404,7 @@ def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_
     assert read_manifest(tmp_path / copy / "step_00000001").nbytes > 4 * SHARD_ROWS * 32 * 4
 
 
-@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("home", ["host", "device", "pinned"])
 def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
     spec, state = spec_of(), make(home, spec_of(), devices=1 if home == "host" else 4, seed=1)
     for copy in ("whole", "shards"):
@@ -425,7 +425,7 @@ def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
 GOLDEN = Path(__file__).parent / "golden" / "run_of_format_2.tar.gz"
 SPEC = EmbeddingSpec({"item": Table(12, 2)}, {"item": Lookup("item")}, shards=2)
 ROWS, DENSE = adagrad(0.1), optax.sgd(0.1, momentum=0.9)
-HOMES = pytest.mark.parametrize("home", [HostTables, DeviceTables])
+HOMES = pytest.mark.parametrize("home", ["host", "device", "pinned"])
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def batch(index):
 
 
 def fresh(home):
-    return jaxrec.init_state({"bias": jnp.zeros(())}, DENSE, home.create(SPEC, ROWS))
+    return jaxrec.init_state({"bias": jnp.zeros(())}, DENSE, tables_in(home, SPEC, ROWS))
 
 
 def found(state):
@@ -481,7 +481,7 @@ def test_a_shard_of_it_comes_back_alone(old_run, home):
     lambda state: Pipeline(state, jaxrec.make_update(SPEC, loss, DENSE, ROWS), window=2),
 ], ids=["serial", "pipeline"])  # fmt: skip
 def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
-    state, image = restore(old_run, fresh(HostTables))
+    state, image = restore(old_run, fresh("host"))
     with engine_of(state) as engine:
         more = {"save_every_steps": 4, "total_steps": 20, "scheme": mfu(), "fraction": 0.5}
         recovery = engine.enter(Recovery(engine, old_run, image=image, **more))
@@ -490,7 +490,7 @@ def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
         list(engine.run(map(batch, range(6, 12)), [recovery.hook]))
         recovery.recover([0])
         assert recovery.saves > before["saves"] and np.isfinite(engine.state.dense.params["bias"]).all()
-    assert restore(old_run, fresh(HostTables))[1].step == 12
+    assert restore(old_run, fresh("host"))[1].step == 12
 
 
 @pytest.mark.parametrize(
@@ -511,10 +511,10 @@ def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and
         (path / "manifest.json").write_text(f"{body}\n{digest}\n")
     files = sorted(old_run.rglob("*"))
     for act in (
-        lambda: restore(old_run, fresh(HostTables)),
-        lambda: restore(images(old_run)[0], fresh(HostTables)),
-        lambda: restore_shards(deltas(old_run)[0], fresh(HostTables).tables, [0]),
-        lambda: Recovery(Serial(fresh(HostTables), print), old_run, 4, 20).__enter__(),
+        lambda: restore(old_run, fresh("host")),
+        lambda: restore(images(old_run)[0], fresh("host")),
+        lambda: restore_shards(deltas(old_run)[0], fresh("host").tables, [0]),
+        lambda: Recovery(Serial(fresh("host"), print), old_run, 4, 20).__enter__(),
     ):
         with pytest.raises(ValueError, match=f"{told}, and this version of jaxrec reads format 2: go on with"):
             act()

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from fleets import remote
+from homes import each_part, tables_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import chosen, examples
@@ -30,13 +31,13 @@ from jaxrec.checkpoint import (
     write_image,
 )  # fmt: skip
 from jaxrec.checkpoint.row_deltas import compact
-from jaxrec.embedding import DeviceTables, HostTables
+from jaxrec.embedding import HostTables
 from jaxrec.embedding.tables import initial_rows
 from jaxrec.sharding import make_mesh
 from jaxrec.types import DenseState, TrainState
 
 ROWS = OPTIMIZERS["rowwise_adagrad"]
-HOMES = {"host": ("host", 1), "device": ("device", 1), "device4": ("device", 4)}
+HOMES = {"host": ("host", 1), "device": ("device", 1), "device4": ("device", 4), "pinned4": ("pinned", 4)}
 
 
 def parts_of(tables, spec):
@@ -74,14 +75,11 @@ def save_rows(directory, base, rows, tables, step):
 def random_tables(home, spec, seed):
     kind, devices = HOMES[home]
     rng = np.random.default_rng(seed)
-    if kind == "host":
-        tables = HostTables.create(spec, ROWS)
-        for shards in tables.shards.values():
-            for parts in shards:
-                for array in parts.values():
-                    array[:] = rng.standard_normal(array.shape)
+    tables = tables_in(kind, spec, ROWS, make_mesh(devices=jax.devices()[:devices]))
+    if tables.in_place:
+        for _, array in each_part(tables):
+            array[:] = rng.standard_normal(array.shape)
         return tables
-    tables = DeviceTables.create(spec, ROWS, make_mesh(devices=jax.devices()[:devices]))
     return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), tables)
 
 
@@ -124,7 +122,7 @@ class Saved:
                 np.testing.assert_array_equal(rows[~mine], before[key][~mine])
 
 
-WAYS = [("host", "host"), ("host", "device4"), ("device4", "host"), ("device", "device")]
+WAYS = [("host", "host"), ("host", "device4"), ("device4", "host"), ("device", "device"), ("pinned4", "pinned4")]
 
 
 @pytest.mark.parametrize(

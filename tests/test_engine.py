@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from fleets import remote
+from homes import tables_in
 from mortal import MortalTables
 from world import batch_of, loss
 from world import ctrl_c as ctrl_c  # a fixture
@@ -47,21 +48,24 @@ def stream_from(first, last=12):
 
 
 def fresh(home):
-    create = {"host": HostTables.create, "device": DeviceTables.create, "remote": remote}[home]
-    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, create(SPEC, ROWS))
+    tables = remote(SPEC, ROWS) if home == "remote" else tables_in(home, SPEC, ROWS)
+    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, tables)
 
 
 ENGINES = {
     "serial over host tables": lambda: Serial(fresh("host"), STEP),
     "serial over device tables": lambda: Serial(fresh("device"), STEP),
+    "serial over pinned tables": lambda: Serial(fresh("pinned"), STEP),
     "serial over servers": lambda: Serial(fresh("remote"), STEP),
     "pipeline": lambda: Pipeline(fresh("host"), UPDATE, window=3),
     "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
     "pipeline over servers": lambda: Pipeline(fresh("remote"), UPDATE, window=3),
+    "pipeline over pinned tables": lambda: Pipeline(fresh("pinned"), UPDATE, window=3),
 }
 KINDS = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=3)}
 over_host_tables = pytest.mark.parametrize("engine_of", KINDS.values(), ids=KINDS)
-MORE = ("serial over servers", "pipeline in sync")  # both parts are covered by other engines
+# All parts are covered by other engines.
+MORE = ("serial over servers", "pipeline in sync", "pipeline over pinned tables")
 each = pytest.mark.parametrize(
     "make", [pytest.param(make, id=name, marks=[pytest.mark.more] * (name in MORE)) for name, make in ENGINES.items()]
 )
@@ -86,6 +90,38 @@ def plain(steps, home="host", act=lambda state, step: state):
         losses.append(float(metrics["loss"]))
         state = act(state, index + 1)
     return bits(state), losses
+
+
+@pytest.mark.parametrize("make", [ENGINES["serial over host tables"], ENGINES["serial over pinned tables"]])
+def test_batches_of_numpy_are_planned_by_gpus_with_equal_results(make, monkeypatch):
+    """Here the CPU stands for a GPU. Capacities grow on the way; batches that were not trained come back."""
+    monkeypatch.setattr("jaxrec.prefetch.plans_there", lambda mesh: True)
+    kinds, stream = set(), (batch_at(index, size=8 + 8 * (index > 5)) for index in range(12))
+
+    def hook(state, step, plans, metrics):
+        kinds.update(type(leaf) for leaf in jax.tree.leaves(plans))
+        return state
+
+    with make() as engine:
+        for _ in engine.run(stream, [hook]):
+            if engine.step == 4:
+                break
+        list(engine.run(stream, [hook]))
+        assert all(issubclass(kind, jax.Array) for kind in kinds)
+        assert same(bits(engine.state), grown(12))
+        for bad, why in ((40, "1 ids of lookups"), (2**40, "ids are i32")):
+            with pytest.raises(ValueError, match=why):
+                list(engine.run([batch_of({"item": np.array([1, bad])}, np.ones(2))]))
+        assert engine.step == 12 and same(bits(engine.state), grown(12))
+
+
+def grown(steps):
+    """The bits of a plain loop over batches of 8, then of 16."""
+    state = fresh("host")
+    for index in range(steps):
+        batch = batch_at(index, size=8 + 8 * (index > 5))
+        state, _ = STEP(state, plan(SPEC, batch.ids), batch)
+    return bits(state)
 
 
 @each
@@ -121,6 +157,7 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
     [
         ENGINES["serial over host tables"],
         ENGINES["serial over device tables"],
+        ENGINES["serial over pinned tables"],
         ENGINES["pipeline"],
         lambda: Pipeline(fresh("host"), UPDATE, window=3, skip_stale_reads=True),
     ],

@@ -60,11 +60,16 @@ def test_plan_gives_the_ids_back(spec, batch_size, seed):
 
 @given(specs(shards=8), st.integers(1, 9), st.integers(0, 99), st.booleans())
 @settings(max_examples=examples(5, 12))
-def test_host_and_device_plans_are_equal(spec, batch_size, seed, overflow):
+def test_host_and_device_plans_are_equal_with_a_slot_for_each_row_or_id(spec, batch_size, seed, overflow):
     ids = draw_ids(spec, batch_size, seed)
     capacity = {name: 1 if overflow else u for name, u in capacity_of(plan(spec, ids)).items()}
     on_host = host_plan(spec, ids, capacity)
-    assert_plans_equal(on_host, jax.jit(lambda i: device_plan(spec, i, capacity))(ids))
+    for slots, sorts in ((0, True), (1000, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jaxrec.embedding.lookup.slots_per_id", lambda slots=slots: slots)
+            planner = jax.jit(lambda i: device_plan(spec, i, capacity))
+            assert_plans_equal(on_host, planner(ids))
+            assert ("sort[" in str(jax.make_jaxpr(planner)(ids))) == sorts
 
 
 @pytest.mark.parametrize("devices", [1, 8, *(pytest.param(some, marks=pytest.mark.more) for some in (2, 4))])

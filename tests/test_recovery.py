@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from homes import tables_in
 from strategies import chosen
 from world import batch_of, is_inside, until
 
@@ -20,7 +21,7 @@ from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import ranges_of, without_rows
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.loop import Serial, planned
 from jaxrec.loop import train as fit_all
 from jaxrec.oac import Pipeline
@@ -60,8 +61,7 @@ def batches(start=0, stop=STEPS, size=12):
 
 
 def fresh(home):
-    tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS, make_mesh())
-    return init_state({"w": jnp.ones(3)}, DENSE, tables)
+    return init_state({"w": jnp.ones(3)}, DENSE, tables_in(home, SPEC, ROWS, make_mesh()))
 
 
 def fill_with_nan(tables, shard):
@@ -140,8 +140,8 @@ def damage(image, shard):
     damaged.write_bytes(bytes(damaged.stat().st_size))
 
 
-BOTH = [("host", scheme) for scheme in SCHEMES] + [("device", scheme) for scheme in ("vanilla", "mfu", "ssu")]
-HOMES = ("host", "device")
+HOMES = ("host", "device", "pinned")
+BOTH = [(home, scheme) for home in HOMES for scheme in (SCHEMES if home == "host" else ("vanilla", "mfu", "ssu"))]
 HOST_ALL_DEVICE_MFU = lambda home, scheme: home == "host" or scheme == "mfu"
 
 
@@ -261,7 +261,7 @@ def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_pat
     np.testing.assert_array_equal(value[17], before)
 
 
-@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("home", HOMES)
 def test_full_recovery_trains_again_to_the_same_bits(tmp_path, home):
     stream = batches
     with watched(home, tmp_path / "run", mode="full", failures={13: [0], 30: [2]}) as (engine, recovery):
@@ -440,7 +440,7 @@ def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interv
     assert recovery.pls <= (29 - 20) / (STEPS * 4)
 
 
-@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize("home", HOMES)
 def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(tmp_path, home):
     wanted = {}
 

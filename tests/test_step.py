@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from homes import tables_in
 from strategies import chosen, draw_ids
 from test_tables import dense_table
 
@@ -56,10 +57,7 @@ def batch_of(step, size=16, padding=0):
 def train(devices=1, replicas=1, home="device", padding=0, steps=3, wrap_loss=loss):
     mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
     row_optimizer, optimizer = rowwise_adagrad(0.1, 0.1), optax.adam(0.01)
-    if home == "device":
-        tables = DeviceTables.create(SPEC, row_optimizer, mesh)
-    else:
-        tables = HostTables.create(SPEC, row_optimizer)
+    tables = tables_in(home, SPEC, row_optimizer, mesh)
     step = jaxrec.make_train_step(SPEC, wrap_loss, optimizer, row_optimizer, mesh)
     state, losses = jaxrec.init_state(params(), optimizer, tables, mesh), []
     for i in range(steps):
@@ -74,11 +72,12 @@ def leaves(state):
 
 
 # With padding 9, some of 8 devices have padding only.
-PLACES = [(padding, devices, home) for padding in (0, 1, 9) for devices in (1, 2, 4, 8) for home in ("device", "host")]
+HOMES = ("device", "host", "pinned")
+PLACES = [(padding, devices, home) for padding in (0, 1, 9) for devices in (1, 2, 4, 8) for home in HOMES]
 
 
 def in_the_gate(padding, devices, home):
-    return (padding, devices) == (9, 4) if home == "host" else padding != 1 and devices != 4
+    return (padding, devices) == (9, 4) if home != "device" else padding != 1 and devices != 4
 
 
 @pytest.mark.parametrize(("padding", "devices", "home"), chosen(PLACES, in_the_gate))
@@ -115,13 +114,13 @@ def test_a_step_without_examples_changes_no_row():
         np.testing.assert_array_equal(dense_table(after.tables, n), old)
 
 
-@pytest.mark.parametrize(("devices", "home"), [(1, "device"), (1, "host"), (4, "device")])
+@pytest.mark.parametrize(("devices", "home"), [(1, "device"), (1, "host"), (4, "device"), (4, "pinned")])
 def test_an_example_of_weight_0_updates_nothing_though_its_label_and_features_are_not_finite(devices, home):
     """Weighting the loss alone would leave gradients of 0 * NaN; finite values there give the same bits."""
     mesh, rows, optimizer = jaxrec.make_mesh(1, jax.devices()[:devices]), rowwise_adagrad(0.1), optax.adam(0.01)
     step, found = jaxrec.make_train_step(SPEC, loss, optimizer, rows, mesh), []
     for fill in (None, np.nan, -np.inf):
-        tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
+        tables = tables_in(home, SPEC, rows, mesh)
         batch = batch_of(0, padding=5)
         if fill is not None:
             batch.label[-5:] = batch.dense[-5:, 1] = fill
@@ -163,7 +162,7 @@ def half_step(rows, plans, half):
     return new.params, moved
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("home", HOMES)
 def test_repeats_to_the_bit(home):
     for a, b in zip(leaves(train(home=home)[0]), leaves(train(home=home)[0]), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -227,10 +226,7 @@ def dlrm_losses(home, steps=30):
         return optax.sigmoid_binary_cross_entropy(logit, batch.label)
 
     mesh = jaxrec.make_mesh()
-    if home == "device":
-        tables = DeviceTables.create(spec, row_optimizer, mesh)
-    else:
-        tables = HostTables.create(spec, row_optimizer)
+    tables = tables_in(home, spec, row_optimizer, mesh)
     state = jaxrec.init_state(
         model.init(jax.random.key(0), jnp.zeros((1, 3)), jnp.zeros((1, 3, 8))), optimizer, tables, mesh
     )
@@ -244,7 +240,7 @@ def dlrm_losses(home, steps=30):
     return losses
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("home", HOMES)
 def test_the_golden_curve(home):
     """Loss curve of a small DLRM; regenerate it (and say why) only when the mathematics changes."""
     golden = Path(__file__).parent / "golden" / "dlrm_losses.txt"
@@ -288,7 +284,7 @@ def test_a_mesh_with_explicit_axes_computes_the_same_bits(home):
     for change, results in ((lambda mesh: mesh, wanted), (explicit, found)):
         mesh = change(jaxrec.make_mesh(2, jax.devices()[:4]))
         rows, batch = rowwise_adagrad(0.1), batch_of(0)
-        tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
+        tables = tables_in(home, SPEC, rows, mesh)
         state = jaxrec.init_state(params(), optax.adam(0.01), tables, mesh)
         step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), rows, mesh)
         plans, placed = plan(SPEC, batch.ids), jaxrec.sharding.put_on_mesh(batch, mesh, jaxrec.sharding.SPLIT)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from fleets import remote
+from homes import tables_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chosen, draw_ids, examples, specs
@@ -42,20 +43,18 @@ OPTIMIZERS = {
     "rowwise_adagrad": rowwise_adagrad(0.1),
     "sgd_schedule": sgd(lambda step: 0.1 / (step + 1)),
 }
-HOMES = ["device", "device4", "host", "files", "remote1", "remote2", "remote8"]
-IN_THE_GATE = ("device4", "host", "files", "remote2")
+HOMES = ["device", "device4", "host", "pinned", "programs", "programs4", "files", "remote1", "remote2", "remote8"]
+IN_THE_GATE = ("device4", "host", "pinned", "programs4", "files", "remote2")
 in_each_home = pytest.mark.parametrize("home", chosen([(home,) for home in HOMES], lambda home: home in IN_THE_GATE))
 
 
 def create(home, spec, row_optimizer, tmp_path):
-    if home == "host":
-        return HostTables.create(spec, row_optimizer)
     if home == "files":
         return HostTables.create(spec, row_optimizer, tmp_path / "tables")
     if home.startswith("remote"):
         return remote(spec, row_optimizer, servers=int(home.removeprefix("remote")))
-    devices = jax.devices()[: 4 if home == "device4" else 1]
-    return DeviceTables.create(spec, row_optimizer, jaxrec.make_mesh(devices=devices))
+    mesh = jaxrec.make_mesh(devices=jax.devices()[: 4 if home.endswith("4") else 1])
+    return tables_in(home.removesuffix("4"), spec, row_optimizer, mesh)
 
 
 def dense_table(tables, stack, part="value"):
@@ -126,6 +125,7 @@ def test_read_put_add_equal_a_dense_table(spec, seed):
     homes = (
         HostTables.create(spec, row_optimizer),
         DeviceTables.create(spec, row_optimizer, mesh),
+        tables_in("pinned", spec, row_optimizer),
         remote(spec, row_optimizer, servers=1 + seed % spec.shards),
     )
     plans = plan(spec, draw_ids(spec, 5, seed))

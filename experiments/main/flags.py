@@ -240,8 +240,10 @@ TRAINERS = SERVERS = 2  # defaults
 class TechniqueFlags(Flags):
     """Placement of the rows, overlap of batches, synchronisation of replicas, and recovery from failures."""
 
-    tables: Literal["device", "host", "remote"] = "device"
-    """On the devices, in the memory of this process, or at server processes, on Ray."""
+    tables: Literal["device", "pinned", "host", "remote"] | None = None
+    """On the devices; pinned in the memory of this process, where the devices read and write the rows themselves; in
+    that memory, copied by the host; or at server processes, on Ray. By default on the devices, or pinned if these are
+    GPUs and rows and slots take more than half of their memory."""
     servers: int | None = None
     """Remote tables: number of server processes; default 2."""
     spares: int = 0
@@ -263,8 +265,8 @@ class TechniqueFlags(Flags):
     """oac: skip transfers of rows that the device already has."""
     shadowsync: Literal["none", "easgd", "ma", "bmuf"] = "none"
     """Replicas of the dense network, synchronised in the background. With host tables alone, trainers are free-running
-    threads; with remote tables alone, free-running processes; with a pipeline, device tables or CPR they are replicas
-    in lock step."""
+    threads; with remote tables alone, free-running processes; with a pipeline, device or pinned tables or CPR they are
+    replicas in lock step."""
     trainers: int | None = None
     """Number of trainers; default 2. In lock step each trains a share of every batch."""
     workers: int = 1
@@ -296,6 +298,11 @@ class TechniqueFlags(Flags):
     """Shape of the gamma law: 1 is the exponential law; below 1, failures come in bursts."""
 
     @property
+    def by_host(self) -> bool:
+        """Whether the host reads and writes the rows."""
+        return self.tables in ("host", "remote")
+
+    @property
     def number_of_servers(self) -> int:
         """Number of server processes of remote tables."""
         return SERVERS if self.servers is None else self.servers
@@ -308,7 +315,7 @@ class TechniqueFlags(Flags):
     @property
     def free(self) -> bool:
         """Whether trainers are free-running."""
-        return self.shadowsync != "none" and self.tables != "device" and self.pipeline == self.cpr == "none"
+        return self.shadowsync != "none" and self.by_host and self.pipeline == self.cpr == "none"
 
     @property
     def in_processes(self) -> bool:
@@ -374,7 +381,7 @@ def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
         "--data synthetic": (synthetic, ("rows", "curved", "preset")),
         "--data criteo or tabular": (not synthetic, ("path", "validation_fraction")),
         "raw Criteo files, with --data criteo and before they are prepared": (raw, tuple(PREPARATION)),
-        "--tables host or remote": (config.tables != "device", ("pipeline",)),
+        "--tables host or remote": (config.by_host, ("pipeline",)),
         "--tables host": (config.tables == "host", ("table_directory",)),
         "--tables remote": (remote, ("servers", "ray_address")),
         "--tables remote with --cpr": (remote and cpr, ("spares",)),

@@ -17,7 +17,7 @@ from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Tables
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, PinnedTables, Tables
 from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
@@ -216,7 +216,8 @@ class Home:
             return self._supervisor.tables
         if self._config.tables == "host":
             return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
-        return DeviceTables.create(job.spec, job.row_optimizer, mesh)
+        on_devices = fits_devices(job, mesh) if self._config.tables is None else self._config.tables == "device"
+        return (DeviceTables if on_devices else PinnedTables).create(job.spec, job.row_optimizer, mesh)
 
     def watch(self, engine) -> None:
         """Start replacing lost servers, if there are any; call it before the recovery is entered."""
@@ -250,6 +251,21 @@ def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
     return Cluster(
         config.ray_address, advice=f"{go_on[0].upper()}{go_on[1:]}.", log_directory=run.directory / "ray_logs"
     )
+
+
+def fits_devices(job: ClickJob, mesh) -> bool:
+    """Return whether rows and slots take at most half of the devices' memory, and say so; always true of CPUs."""
+    known = [device.memory_stats() for device in mesh.devices.flat]
+    if not all(known):
+        return True
+    layout = job.spec.layout(job.row_optimizer)
+    of_row = {stack: 4 * sum(part.width for part in parts.values()) for stack, parts in layout.items()}
+    taken_gb = sum(of_row[name] * stack.rows for name, stack in job.spec.stacks.items()) / 1e9
+    memory_gb = sum(each["bytes_limit"] for each in known) / 1e9
+    fits = taken_gb <= memory_gb / 2
+    where = "on the devices" if fits else "pinned in host memory"
+    say(f"rows {where}: they take {taken_gb:.3g} GB with their slots, and the devices have {memory_gb:.3g} GB")
+    return fits
 
 
 def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Path | None) -> HostTables:

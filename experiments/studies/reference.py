@@ -24,7 +24,7 @@ BATCHES = 16  # created before the timing starts, then cycled
 class Job:
     """Model and size of the workload."""
 
-    tables: Literal["device", "host"] = "host"
+    tables: Literal["device", "pinned", "host"] = "host"
     rows: int = 10_000_000
     batch_size: int = 2048
     width: int = 16

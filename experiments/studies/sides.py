@@ -5,7 +5,6 @@ jaxrec does by `keep_memory`. An idle process computes nothing; each has its own
 of whole rounds: the device is synchronised at the end of each round, never between two steps.
 """
 
-import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -24,10 +23,9 @@ from studies.reference import BATCHES, Job, in_bags, reference_work, synthetic
 class JaxSide:
     """jaxrec's training step: as the loop runs it, planned in a thread, and in the alternatives of a device."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, work: Callable = reference_work):
         import jax
 
-        from jaxrec.embedding import DeviceTables, HostTables
         from jaxrec.loop import keep_memory
         from jaxrec.sharding import make_mesh
         from jaxrec.step import init_state, make_train_step, make_update
@@ -35,16 +33,13 @@ class JaxSide:
         if job.precision != "default":
             jax.config.update("jax_default_matmul_precision", job.precision)
         keep_memory()
-        self.spec, loss, params, optimizer, rows = reference_work(job)
+        self.job = job
+        self.spec, loss, self.params, optimizer, rows = work(job)
         self.batches = [in_bags(job, self.spec, batch) for batch in synthetic(job)[1]]
-        mesh = make_mesh()
-        tables = (
-            HostTables.create(self.spec, rows) if job.tables == "host" else DeviceTables.create(self.spec, rows, mesh)
-        )
-        self.state = init_state(params, optimizer, tables, mesh)
+        self.mesh = mesh = make_mesh()
+        self.state = init_state(self.params, optimizer, create_tables(job.tables, self.spec, rows, mesh), mesh)
         self.step = make_train_step(self.spec, loss, optimizer, rows, mesh)
         self.update = jax.jit(make_update(self.spec, loss, optimizer, rows, mesh))
-        self.gemm = matrix_products(params, job)
         self.capacity: dict[str, int] | None = None
         self.table_bytes = sum(
             4 * s.rows * (s.width + sum(slot.width for slot in rows.init(s.width).values()))
@@ -52,21 +47,20 @@ class JaxSide:
         )
 
     def run(self, steps: int) -> float:
-        """Seconds per step of the loop: planned on the host in a thread, inputs sent with each step."""
-        return self._run_loop(steps)
+        """Seconds per step of the loop: its thread plans on the host, or sends batches to a GPU, which plans them."""
+        return self._run_loop(steps, self.mesh)
 
-    def run_sent_ahead(self, steps: int) -> float:
-        """Seconds per step of the loop if its thread sends the batches to the device, which plans them."""
-        import jax
+    def run_host_plan(self, steps: int) -> float:
+        """Seconds per step of the loop, planned on the host by its thread, inputs sent with each step."""
+        return self._run_loop(steps, None)
 
-        return self._run_loop(steps, jax.device_put)
-
-    def _run_loop(self, steps, place=lambda batch: batch):
+    def _run_loop(self, steps, mesh):
         from jaxrec.embedding import capacity_of
-        from jaxrec.loop import planned
+        from jaxrec.prefetch import PlanPrefetcher, Stream
 
-        batches = (place(self.batches[i % BATCHES]) for i in range(steps + 1))
-        with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
+        batches = (self.batches[i % BATCHES] for i in range(steps + 1))
+        with PlanPrefetcher(Stream(batches), self.spec, self.capacity, mesh) as ahead:
+            pairs = iter(ahead)
             _, plans = next(pairs)  # starts the thread, so it is not timed
             self.capacity = capacity_of(plans)
             return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)
@@ -135,6 +129,11 @@ class JaxSide:
 
         return jax.jit(plan_and_step, donate_argnums=0)
 
+    @functools.cached_property
+    def gemm(self) -> Callable[[int], float]:
+        """Seconds per step of the matrix products alone."""
+        return matrix_products(self.params, self.job)
+
     def matmul_error(self, size: int) -> float:
         """Relative error of an f32 matrix product: about 1e-7 in f32, about 3e-4 in TF32."""
         import jax.numpy as jnp
@@ -162,24 +161,26 @@ class JaxSide:
 
     @functools.cached_property
     def _read_and_put(self):
-        """The tables' `read` and `put`, compiled where they are on the device."""
+        """The tables' `read` and `put`, compiled where a program reaches the rows."""
         import jax
-
-        from jaxrec.embedding import DeviceTables
 
         reader = lambda tables, plans: tables.read(plans)
         putter = lambda tables, plans, new: tables.put(plans, new)
-        if isinstance(self.state.tables, DeviceTables):
-            return jax.jit(reader), jax.jit(putter, donate_argnums=0)
-        return reader, putter
+        if self.state.tables.traced is None:
+            return reader, putter
+        compiled, donate = jax.jit(reader), () if self.state.tables.in_place else 0
+        put = jax.jit(putter, donate_argnums=donate)
+        return (
+            lambda tables, plans: compiled(tables.traced, plans),
+            lambda tables, plans, new: tables.with_traced(put(tables.traced, plans, new)),
+        )
 
     def parts(self, repeats: int) -> dict[str, float]:
         """Mean seconds of plan, read, update and put, each synchronised, on the same batches."""
         import jax
 
-        from jaxrec.embedding import DeviceTables, plan
+        from jaxrec.embedding import plan
 
-        on_device = isinstance(self.state.tables, DeviceTables)
         (reader, putter), tables = self._read_and_put, self.state.tables
         times = {name: list[float]() for name in ("plan", "read", "update", "put")}
         for i in range(repeats):
@@ -191,13 +192,50 @@ class JaxSide:
             _, new, _ = jax.block_until_ready(self.update(self.state.dense, rows, plans, batch))
             marks.append(time.perf_counter())
             tables = putter(tables, plans, new)
-            if on_device:
-                jax.block_until_ready(tables)
+            jax.block_until_ready(tables.traced)
             marks.append(time.perf_counter())
             for name, begin, end in zip(times, marks, marks[1:], strict=False):
                 times[name].append(end - begin)
         self.state = self.state._replace(tables=tables)
         return {name: float(np.mean(values[1:])) for name, values in times.items()}
+
+    def transfers(self, repeats: int) -> dict[str, float]:
+        """Mean seconds of a plan on the device, a read and a put, each dispatched without waiting; and GB of rows."""
+        import jax
+
+        from jaxrec.embedding import device_plan
+
+        (reader, putter), capacity = self._read_and_put, self._capacity_of_all
+        ids = jax.device_put(self.batches[0].ids)
+        planner = jax.jit(lambda ids: device_plan(self.spec, ids, capacity))
+        plans = planner(ids)
+        rows = reader(self.state.tables, plans)
+
+        def put():
+            self.state = self.state._replace(tables=putter(self.state.tables, plans, rows))
+            return self.state.tables.traced
+
+        found = {}
+        work = {"plan": lambda: planner(ids), "read": lambda: reader(self.state.tables, plans), "put": put}
+        for name, once in work.items():
+            jax.block_until_ready(once())
+            start = time.perf_counter()
+            for _ in range(repeats):
+                last = once()
+            jax.block_until_ready(last)
+            found[name] = (time.perf_counter() - start) / repeats
+        floats = {name: sum(leaf.shape[-1] for leaf in jax.tree.leaves(its)) for name, its in rows.items()}
+        gb = sum(4e-9 * floats[name] * int(its.count.sum()) for name, its in plans.items())
+        return found | {"gb": gb, "rows": sum(int(its.count.sum()) for its in plans.values())}
+
+
+def create_tables(home: str, spec, row_optimizer, mesh):
+    """Return the initial tables of a job."""
+    from jaxrec.embedding import DeviceTables, HostTables, PinnedTables
+
+    if home == "host":
+        return HostTables.create(spec, row_optimizer)
+    return (PinnedTables if home == "pinned" else DeviceTables).create(spec, row_optimizer, mesh)
 
 
 def matrix_products(params, job):
@@ -266,7 +304,7 @@ class TorchSide:
         self.torch, self.device, self.index = torch, device, 0
         batches = synthetic(job)[1]
         work = torch_dlrm.TorchWork(job.cardinalities, job.width, batches, job.model, device, job.field_hots)
-        self.step = torch_dlrm.VARIANTS[variant](work)
+        self.step = (torch_dlrm.VARIANTS | torch_dlrm.HOST_MEMORY_VARIANTS)[variant](work)
 
     def run(self, steps: int, resident: bool = False) -> float:
         """Seconds per step; inputs are sent with each step from pinned memory, or are on the device if `resident`."""

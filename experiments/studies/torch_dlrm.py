@@ -252,8 +252,11 @@ def _row_step(weights):
     return step
 
 
-def fbgemm(work: TorchWork):
-    """FBGEMM's fused tables, EXACT_ROWWISE_ADAGRAD inside the backward pass."""
+def fbgemm(work: TorchWork, memory: str = "", compiled: bool = False, **options):
+    """FBGEMM's fused tables, EXACT_ROWWISE_ADAGRAD inside the backward pass.
+
+    `memory` names one of its EmbeddingLocations, by default that of the device.
+    """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -263,19 +266,20 @@ def fbgemm(work: TorchWork):
 
     place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
     if work.device != "cpu":
-        place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        place = (EmbeddingLocation[memory or "DEVICE"], ComputeDevice.CUDA)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
         [(n, work.width, *place) for n in work.cardinalities],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=ROW_RATE,
         eps=EPS,
+        **options,
     )
     data, bags = tensors(work, 0, work.by_field), work.bag_ends_by_field
 
     def lookup(ids):
         return tables(ids, bags).reshape(-1, len(work.cardinalities), work.width)
 
-    return make_step(work, work.dense_part(), lookup, lambda: None, data)
+    return make_step(work, work.dense_part(compiled), lookup, lambda: None, data)
 
 
 VARIANTS: dict[str, Any] = {
@@ -285,4 +289,11 @@ VARIANTS: dict[str, Any] = {
     "torch_compiled": functools.partial(stacked, compiled=True),
     "torch_unique_compiled": functools.partial(unique, compiled=True),
     "fbgemm": fbgemm,
+}
+# Under a GPU, tables in host memory: alone, and with a cache of a fifth of the rows.
+HOST_MEMORY_VARIANTS: dict[str, Any] = {
+    "fbgemm_uvm": functools.partial(fbgemm, memory="MANAGED", compiled=True, uvm_host_mapped=True),
+    "fbgemm_uvm_cached": functools.partial(
+        fbgemm, memory="MANAGED_CACHING", compiled=True, uvm_host_mapped=True, cache_load_factor=0.2
+    ),
 }

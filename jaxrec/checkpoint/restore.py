@@ -29,7 +29,7 @@ from jaxrec.checkpoint.state import (
     select_replica,
     tables_of,
 )
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, Table, Tables, sgd
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, PinnedTables, Table, Tables, sgd
 from jaxrec.embedding.tables import Parts, chosen_shards, empty_parts, fill_initial, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
@@ -307,7 +307,7 @@ def restore_for_prediction(
     spec: EmbeddingSpec,
     params: PyTree,
     replica: int | Literal["mean"] = "mean",
-    home: type[HostTables] | type[DeviceTables] = HostTables,
+    home: type[HostTables] | type[DeviceTables] | type[PinnedTables] = HostTables,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[TrainState, Image]:
     """Restore the model of a run, without the state of either optimizer, for `make_eval_step`.
@@ -319,7 +319,7 @@ def restore_for_prediction(
         `jax.eval_shape(model.init, ...)`.
       replica: replica whose parameters to take, from 0 to R - 1, or "mean" for the mean of all (see
         `jaxrec.shadowsync.with_mean_replica`); the rows are shared by all replicas.
-      home: class of the tables, `HostTables` or `DeviceTables`.
+      home: class of the tables, `HostTables`, `DeviceTables` or `PinnedTables`.
       mesh: as for `make_eval_step`; one device if None.
 
     Returns:
@@ -348,12 +348,16 @@ def restore_for_prediction(
     >>> jaxrec.make_eval_step(spec, predict)(state, jaxrec.plan(spec, ids), batch).shape
     (2,)
     """
-    if home not in (HostTables, DeviceTables):
-        raise ValueError(f"home={home!r:.200} must be HostTables or DeviceTables, the class itself.")
+    if home not in (HostTables, DeviceTables, PinnedTables):
+        raise ValueError(f"home={home!r:.200} must be HostTables, DeviceTables or PinnedTables, the class itself.")
     shapes = jax.eval_shape(lambda tree: tree, params)
     mesh = as_mesh(mesh)
     no_slots = sgd(0.0)  # this optimizer has no slots
-    tables = HostTables.create(spec, no_slots) if home is HostTables else DeviceTables.create(spec, no_slots, mesh)
+    tables: Tables
+    if home is HostTables:
+        tables = HostTables.create(spec, no_slots)
+    else:
+        tables = (PinnedTables if home is PinnedTables else DeviceTables).create(spec, no_slots, mesh)
     blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),

@@ -1,8 +1,9 @@
 """Embeddings: tables and lookups (`EmbeddingSpec`), the rows that a batch touches (`plan`), and row storage (`Tables`).
 
 Read `spec` first, then `tables`: `DeviceTables`, `PinnedTables`, `HostTables` and `RemoteTables` implement that one
-interface, whose operations are `read`, `put` and `add`. `lookup` numbers rows and turns them into activations; `optimizers` updates
-them. `embedding_matrix` copies a table out of any implementation. The servers of remote rows are in `servers`.
+interface, whose operations are `read`, `put` and `add`. `lookup` numbers rows and turns them into activations;
+`optimizers` updates them. `embedding_matrix` copies a table out of any implementation. The servers of remote rows are
+in `servers`.
 """
 
 from jaxrec.embedding.device import DeviceTables

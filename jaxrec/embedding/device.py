@@ -92,7 +92,7 @@ class DeviceTables:
         slots = {name: dict(tables) for name, tables in self.slots.items()}
         for name, plan in plans.items():
             where = self._where(name, plan)
-            parts = fitting_parts(self, name, plan, rows[name])
+            parts = fitting_parts(self.layout, name, plan, rows[name])
             value[name] = write(value[name].at[where], parts.pop("value"))
             for slot, new in parts.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)

@@ -10,6 +10,7 @@ Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding
 
 import contextlib
 import dataclasses
+import functools
 import json
 import mmap
 import os
@@ -263,9 +264,11 @@ class HostTables(PutCounts):
         return tables
 
     def filled(self) -> "HostTables":
-        """Overwrite all rows with their initial values; return the same tables."""
-        for (name, shard), parts in self.on_shards(lambda stack, shard, parts: parts).items():
-            fill_initial(self.spec, self.layout, name, shard, parts)
+        """Overwrite all rows with their initial values, shards in parallel; return the same tables."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for name, shards in self.shards.items():
+                fill = functools.partial(fill_initial, self.spec, self.layout, name)
+                list(pool.map(fill, range(len(shards)), shards))
         return self
 
     @classmethod

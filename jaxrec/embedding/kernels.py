@@ -93,6 +93,34 @@ def misplaced(ids, hots, offset, limit, unique, inverse):
 
 
 @_compiled
+def mix(h):
+    """The hash of `tables.mix`; products of u32 are u64 here."""
+    h ^= h >> np.uint32(16)
+    h = np.uint32(h * np.uint32(0x7FEB352D))
+    h ^= h >> np.uint32(15)
+    h = np.uint32(h * np.uint32(0x846CA68B))
+    return h ^ (h >> np.uint32(16))
+
+
+@_compiled
+def initial_rows(row, key, column, scale, out):
+    """Draw rows as `tables.initial_rows` does with jax.numpy, to the bit.
+
+    Args:
+      row: u32[n], numbers of the rows.
+      key: u32, of the seed.
+      column: u32[E], keys of the columns.
+      scale: f32[n] or f32[1].
+      out: f32[n, E], output.
+    """
+    for i in range(row.shape[0]):
+        row_key, factor = mix(row[i] ^ key), scale[i % scale.shape[0]]
+        for c in range(column.shape[0]):
+            h = mix(np.uint32(row_key + column[c]))
+            out[i, c] = (np.float32(h >> np.uint32(8)) * np.float32(2.0**-23) - np.float32(1.0)) * factor
+
+
+@_compiled
 def outside(unique, count, rows):
     """Count the rows in use of unique i32[S, U] that are outside a stack of `rows` rows: kernels check no bounds."""
     wrong = 0

@@ -194,8 +194,8 @@ def compact_plan(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Pl
 def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, Plan]:
     """Number the rows of a batch by first appearance, shard by shard.
 
-    The cost depends on N, not on V. First appearances are found by a scatter-min of positions into N slots; the slot of
-    an id is its rank in the sorted ids.
+    First appearances are found by a scatter-min of positions into slots, one per row; where rows are too many, into N
+    slots, where that of an id is its rank in the sorted ids, so that the cost depends on N alone.
 
     Args:
       spec: tables and lookups.
@@ -233,14 +233,22 @@ def _stack_rows(spec, stack, lookups, sharded):
     return jnp.concatenate(parts), invalid
 
 
+def slots_per_id() -> int:
+    """Return up to how many rows per id it is faster to give each row a slot than to sort the ids."""
+    return 32 if jax.default_backend() == "cpu" else 256
+
+
 def _number(rows, stack, capacity, sharded):
     """Return unique i32[S', U] and count i32[S'] of the S' local shards, and position i32[N] in flattened [S * U]."""
     n, shards = rows.shape[0], stack.shards
     here = shards // jax.lax.axis_size(AXES) if sharded else shards
     first_shard = device_index() * here if sharded else 0
     index = jnp.arange(n, dtype=jnp.int32)
-    slot = jnp.searchsorted(jnp.sort(rows), rows).astype(jnp.int32)
-    first = jnp.full(n, n, jnp.int32).at[slot].min(index)[slot]  # where each row appears first
+    if stack.rows <= slots_per_id() * n:
+        slots, slot = stack.rows + 1, rows
+    else:
+        slots, slot = n, jnp.searchsorted(jnp.sort(rows), rows).astype(jnp.int32)
+    first = jnp.full(slots, n, jnp.int32).at[slot].min(index)[slot]  # where each row appears first
     shard = jnp.where(rows < stack.rows, rows % shards, shards) - first_shard
     heads = (first == index)[:, None] & (shard[:, None] == jnp.arange(here)[None, :])
     order = jnp.cumsum(heads, axis=0, dtype=jnp.int32)  # [N, S']

@@ -6,6 +6,7 @@ The library stays in a cache, by a digest of all that decides it: source, comman
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -27,7 +28,8 @@ def load(device: jax.Device) -> ctypes.CDLL:
       device: a CPU, or a GPU of NVIDIA.
 
     Raises:
-      RuntimeError: there is no compiler, or it failed; another kind of device.
+      OSError: there is no compiler, or it failed.
+      NotImplementedError: another kind of device.
     """
     return _load(device.platform, getattr(device, "compute_capability", ""))
 
@@ -38,11 +40,13 @@ def _load(platform: str, capability: str) -> ctypes.CDLL:
         library = ctypes.CDLL(str(compiled(cpu_command())))
     elif platform == "gpu":
         command = gpu_command(capability)
-        for runtime in _runtimes(Path(command[0])):
-            ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(str(compiled(command)))
+        path = compiled(command)
+        ctypes.CDLL(_runtime(), ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
     else:
-        raise RuntimeError(f"pinned rows are for CPUs and NVIDIA's GPUs, and the devices are {platform}: use others, {_REMEDY}.")
+        raise NotImplementedError(
+            f"pinned rows are for CPUs and NVIDIA's GPUs, and the devices are {platform}: use others, {_REMEDY}."
+        )
     library.jaxrec_register.restype = ctypes.c_char_p
     library.jaxrec_register.argtypes = ctypes.c_void_p, ctypes.c_uint64
     library.jaxrec_unregister.argtypes = (ctypes.c_void_p,)
@@ -58,7 +62,9 @@ def cpu_command() -> list[str]:
     """Return the command of the C++ compiler, without its output."""
     compiler = next(filter(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++")), None)
     if compiler is None:
-        raise RuntimeError(f"pinned rows on a CPU are compiled at first use, and there is no C++ compiler: install g++, {_REMEDY}.")
+        raise OSError(
+            f"pinned rows on a CPU are compiled at first use, and there is no C++ compiler: install g++, {_REMEDY}."
+        )
     return [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", *_includes(), "-x", "c++", str(SOURCE)]
 
 
@@ -66,11 +72,13 @@ def gpu_command(capability: str) -> list[str]:
     """Return the command of nvcc for GPUs of a compute capability, such as "9.0", without its output."""
     nvcc = next(filter(shutil.which, [*_nvccs()]), None)
     if nvcc is None:
-        raise RuntimeError(f"pinned rows are compiled at first use, and there is no nvcc: pip install 'jax[cuda13]', {_REMEDY}.")
+        raise OSError(
+            f"pinned rows are compiled at first use, and there is no nvcc: pip install 'jax[cuda13]', {_REMEDY}."
+        )
     if shutil.which("g++") is None:
-        raise RuntimeError(f"pinned rows are compiled at first use, and nvcc needs g++: install it, {_REMEDY}.")
+        raise OSError(f"pinned rows are compiled at first use, and nvcc needs g++: install it, {_REMEDY}.")
     arch = f"-arch=sm_{capability.replace('.', '')}"
-    # The runtime is that of this nvcc, loaded beforehand: wheels have no static one.
+    # CUDA's runtime is loaded beforehand: wheels have no static one.
     fixed = ["-std=c++17", "-O3", arch, "-shared", "-Xcompiler", "-fPIC", "-cudart", "none"]
     return [nvcc, *fixed, *_includes(), str(SOURCE)]
 
@@ -85,12 +93,18 @@ def _nvccs():
     yield from ("nvcc", "/usr/local/cuda/bin/nvcc")
 
 
-def _runtimes(nvcc):
-    root = Path(shutil.which(nvcc)).resolve().parents[1]
-    found = [path for place in ("lib", "lib64", "targets/*/lib") for path in root.glob(f"{place}/libcudart.so.*")]
-    if not found:
-        raise RuntimeError(f"pinned rows need libcudart, and it is not beside {nvcc}: pip install 'jax[cuda13]', {_REMEDY}.")
-    return found[:1]
+def _runtime() -> str:
+    """Return CUDA's runtime: that which JAX has loaded, else one beside an nvcc."""
+    loaded = [line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line]
+    roots = [Path(nvcc).resolve().parents[1] for nvcc in map(shutil.which, _nvccs()) if nvcc]
+    places = itertools.product(roots, ("lib", "lib64", "targets/*/lib"))
+    beside = (str(path) for root, place in places for path in root.glob(f"{place}/libcudart.so.*"))
+    if path := next(itertools.chain(loaded, beside), None):
+        return path
+    raise OSError(
+        f"pinned rows need libcudart.so, which JAX has not loaded and no nvcc has beside it: pip install "
+        f"'jax[cuda13]', {_REMEDY}."
+    )
 
 
 def compiled(command: list[str]) -> Path:
@@ -107,6 +121,6 @@ def compiled(command: list[str]) -> Path:
             made = Path(beside) / library.name
             done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}\nMend that, {_REMEDY}.")
+                raise OSError(f"{' '.join(command)} failed: {done.stderr[-2000:].strip()}\nMend that, {_REMEDY}.")
             os.replace(made, library)
     return library

@@ -65,7 +65,7 @@ class PinnedRows:
         return Rows(parts.pop("value"), parts)
 
     def _put_stack(self, name, plan, rows):
-        parts, (where, width) = fitting_parts(self, name, plan, rows), places(self.layout[name])
+        parts, (where, width) = fitting_parts(self.layout, name, plan, rows), places(self.layout[name])
         used = sum(place.stop - place.start for place in where.values())
         padding = jnp.zeros((*plan.unique.shape, width - used), jnp.float32)
         records = jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
@@ -78,8 +78,8 @@ class PinnedRows:
                 f"a plan of {len(plan.unique)} shards for {name!r}, but the tables have {len(puts)} here of "
                 f"{stack.shards}: plan with their own spec."
             )
-        out = jax.ShapeDtypeStruct(shape, dtype, vma=jax.typeof(puts).vma)
-        call = jax.ffi.ffi_call(target, out)
+        # With a side effect, so that XLA neither drops a call nor makes it twice.
+        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype), has_side_effect=True)
         fixed = {"shards": np.int64(stack.shards), "rows_per_shard": np.int64(stack.rows_per_shard)}
         return call(plan.unique, plan.count, self.address[name], puts, *records, **fixed)
 
@@ -141,7 +141,8 @@ class PinnedTables:
           mesh: from `make_mesh`; one device if None.
 
         Raises:
-          RuntimeError: the kernels cannot be compiled, or the driver refuses the memory.
+          OSError: the kernels cannot be compiled, or the driver refuses the memory.
+          NotImplementedError: the devices are neither CPUs nor NVIDIA's GPUs.
           ValueError: the shards cannot be split over the mesh.
         """
         layout, mesh = spec.layout(row_optimizer), as_mesh(mesh)
@@ -217,7 +218,7 @@ def _register(tables, library, records):
     for number, one in enumerate(records):
         if wrong := library.jaxrec_register(one.ctypes.data, one.nbytes):
             _unregister(library, records[:number])
-            raise RuntimeError(
+            raise OSError(
                 f"the driver refuses {one.nbytes / 1e9:.1f} GB of host memory for the GPU ({wrong.decode()}): make the "
                 "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
             )

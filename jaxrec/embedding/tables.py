@@ -45,12 +45,16 @@ def initial_rows(row, width, scale, seed, xp=np):
     >>> initial_rows(np.array([0, 1]), 2, 1.0, seed=0).shape
     (2, 2)
     """
-    key = mix(xp.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], dtype=np.uint32))
-    row_key = mix(row.astype(np.uint32) ^ key)  # [n]
-    column = xp.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
-    h = mix(row_key[:, None] + column[None, :])
+    key = mix(np.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], np.uint32))
+    column = np.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
+    row, scale = row.astype(np.uint32), xp.asarray(scale, dtype=np.float32).reshape(-1)
+    if xp is np:
+        rows = np.empty((len(row), width), np.float32)
+        kernels.initial_rows(row, key[0], column, scale, rows)
+        return rows
+    h = mix(mix(row ^ key)[:, None] + column[None, :])
     unit = (h >> 8).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact, in [-1, 1)
-    return unit * xp.asarray(scale, dtype=np.float32).reshape(-1, 1)
+    return unit * scale[:, None]
 
 
 _CHUNK_ROWS = 1 << 14
@@ -171,11 +175,11 @@ def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.nda
     return unique, count
 
 
-def fitting_parts(tables: Tables, name: str, plan: Plan, rows: Rows) -> dict[str, Array]:
+def fitting_parts(layout: Layout, name: str, plan: Plan, rows: Rows) -> dict[str, Array]:
     """Return {'value' or slot: f32[S, U, width]} of one stack's rows, after checking their shapes."""
     parts = {"value": rows.value, **rows.slots}
     found = {part: array.shape for part, array in parts.items()}
-    wanted = {part: (*plan.unique.shape, one.width) for part, one in tables.layout[name].items()}
+    wanted = {part: (*plan.unique.shape, one.width) for part, one in layout[name].items()}
     if found != wanted:
         raise ValueError(
             f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
@@ -186,7 +190,7 @@ def fitting_parts(tables: Tables, name: str, plan: Plan, rows: Rows) -> dict[str
 
 def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows]) -> dict[str, np.ndarray]:
     """`fitting_parts` as numpy arrays."""
-    return {part: np.asarray(array) for part, array in fitting_parts(tables, name, plan, rows[name]).items()}
+    return {part: np.asarray(array) for part, array in fitting_parts(tables.layout, name, plan, rows[name]).items()}
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:

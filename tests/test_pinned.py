@@ -1,0 +1,284 @@
+"""Pinned rows: kernels, the cache of their compilation, order of programs and host, memory.
+
+The laws of all homes of rows are elsewhere. The kernels are those of a GPU, run by the CPU; what only a GPU shows is in
+part `pinned` of on_accelerator.py.
+"""
+
+import gc
+import multiprocessing
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from homes import ByPrograms, each_part, needs_compiler
+from main.techniques import fits_devices
+from strategies import draw_ids
+from test_tables import dense_table, small_spec
+
+import jaxrec
+from jaxrec.embedding import HostTables, PinnedTables, native, pinned, plan, rowwise_adagrad
+from jaxrec.types import Part, Plan
+
+ROWS = rowwise_adagrad(0.1)
+
+
+@pytest.fixture(autouse=True)
+def compiler():
+    needs_compiler()
+
+
+def library():
+    return native.load(jax.devices()[0])
+
+
+@pytest.fixture
+def as_threads():
+    """Plays as many threads in an order drawn from a seed; afterwards one, as without tests."""
+    yield library().jaxrec_play
+    library().jaxrec_play(1, 0)
+
+
+def loss(params, activations, batch):
+    return (activations["ab"].sum((1, 2)) + activations["w"][:, 0] + params["bias"] - batch.label) ** 2
+
+
+SPEC = small_spec(shards=4)
+STEP = jaxrec.make_train_step(SPEC, loss, optax.sgd(0.1), ROWS)
+
+
+def batch_at(step, size=12):
+    ones = np.ones(size, np.float32)
+    return jaxrec.Batch(draw_ids(SPEC, size, step), np.zeros((size, 0), np.float32), ones, ones)
+
+
+def state_of(tables):
+    return jaxrec.init_state({"bias": jnp.zeros(())}, optax.sgd(0.1), tables)
+
+
+def trained(tables, steps=40):
+    state, metrics = state_of(tables), []
+    for step in range(steps):
+        batch = batch_at(step)
+        state, its = STEP(state, plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}), batch)
+        metrics.append(its["loss"])
+    return state, metrics
+
+
+def rows_of(tables):
+    return {(n, part): dense_table(tables, n, part).copy() for n in SPEC.stacks for part in tables.layout[n]}
+
+
+def assert_equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("threads", "seed"), [(1, 0), (2, 1), (37, 2), (8192, 3)])
+def test_threads_may_run_in_any_order(as_threads, threads, seed):
+    as_threads(threads, seed)
+    (host, host_losses), (mine, losses) = (
+        trained(HostTables.create(SPEC, ROWS)),
+        trained(PinnedTables.create(SPEC, ROWS)),
+    )
+    assert_equal([host_losses, host.dense, rows_of(host.tables)], [losses, mine.dense, rows_of(mine.tables)])
+    assert mine.tables.step == 40
+
+
+def test_programs_and_the_host_see_what_the_other_wrote():
+    """Nothing waits but the tables themselves; each is compared with host tables after every access."""
+    tables, wanted, rng = ByPrograms.create(SPEC, ROWS), HostTables.create(SPEC, ROWS), np.random.default_rng(0)
+    for number in range(30):
+        plans = plan(SPEC, draw_ids(SPEC, 12, number), {"width_4": 32, "width_1": 16})
+        rows = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), wanted.read(plans))
+        for one in (wanted, tables):
+            by_host = one is wanted or number % 3 == 0
+            (HostTables.put if one is wanted else PinnedTables.put if by_host else ByPrograms.put)(one, plans, rows)
+        if number % 2:
+            assert_equal(ByPrograms.read(tables, plans), wanted.read(plans))
+        else:
+            assert_equal(rows_of(tables), rows_of(wanted))
+
+
+def test_a_prediction_has_the_rows_of_its_state_though_steps_follow_at_once():
+    predict = lambda params, activations, batch: activations["ab"].sum((1, 2)) + activations["w"][:, 0]
+    look, found = jaxrec.make_eval_step(SPEC, predict), {}
+    for kind in (HostTables, PinnedTables):
+        state, found[kind] = state_of(kind.create(SPEC, ROWS)), []
+        for step in range(20):
+            batch = batch_at(step)
+            plans = plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16})
+            found[kind].append(look(state, plans, batch))
+            state, _ = STEP(state, plans, batch)
+    assert_equal(found[HostTables], found[PinnedTables])
+
+
+@pytest.mark.parametrize("row", [-1, -(2**31), 2**31 - 1, 36])
+def test_rows_that_a_shard_lacks_are_neither_read_nor_written(row):
+    """A plan under jit is checked by nobody before: it must not reach memory of others."""
+    tables = PinnedTables.create(SPEC, ROWS)
+    before, name = rows_of(tables), "width_4"
+    rows = int(SPEC.stacks[name].rows)
+    assert rows <= 36
+    plans = {name: Plan(np.full((4, 3), row, np.int32), {}, np.full(4, 3, np.int32), np.int32(0))}
+    read = jax.jit(lambda traced, plans: traced.read(plans))(tables.traced, plans)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(read))
+    put = jax.jit(lambda traced, plans, rows: traced.put(plans, rows))
+    tables = tables.with_traced(put(tables.traced, plans, jax.tree.map(jnp.ones_like, read)))
+    assert_equal(rows_of(tables), before)
+
+
+def test_a_count_beyond_the_capacity_reads_no_other_shard():
+    tables = PinnedTables.create(SPEC, ROWS)
+    unique = np.array([[0], [1], [2], [3]], np.int32)
+    plans = {"width_4": Plan(unique, {}, np.full(4, 9, np.int32), np.int32(0))}
+    read = jax.jit(lambda traced, plans: traced.read(plans))(tables.traced, plans)["width_4"]
+    np.testing.assert_array_equal(np.asarray(read.value)[:, 0], dense_table(tables, "width_4")[:4])
+
+
+def test_plans_of_other_shards_are_refused():
+    tables, other = PinnedTables.create(SPEC, ROWS), small_spec(shards=2)
+    plans = plan(other, draw_ids(other, 5, 0))
+    with pytest.raises(ValueError, match="a plan of 2 shards for 'width_4', but the tables have 4"):
+        tables.traced.read(plans)
+    with pytest.raises(ValueError, match="a plan of 2 shards"):
+        tables.read(plans)
+
+
+def test_records_are_of_whole_lanes_and_aligned():
+    for width, floats in ((1, 4), (3, 4), (4, 8), (15, 16), (16, 20), (128, 132)):
+        where, record = pinned.places({"value": Part(width, "float32", None), "slot": Part(1, "float32", 0.0)})
+        assert record == floats and where == {"value": slice(0, width), "slot": slice(width, width + 1)}
+    tables = PinnedTables.create(SPEC, ROWS)
+    address = np.asarray(tables.traced.address["width_4"]).astype(np.uint32).astype(np.uint64)
+    first = [array.ctypes.data for (_, part), array in each_part(tables) if _ == "width_4" and part == "value"]
+    assert [int(low | high << np.uint64(32)) for low, high in address] == first and not any(at % 16 for at in first)
+
+
+def test_memory_is_registered_until_the_tables_are_gone(monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        jaxrec_register=lambda at, size: calls.append(("register", at, size)),
+        jaxrec_unregister=lambda at: calls.append(("unregister", at)),
+    )
+    monkeypatch.setattr(native, "load", lambda device: fake)
+    tables = PinnedTables.create(SPEC, ROWS)
+    registered = [(at, size) for _, at, size in calls]
+    assert len(registered) == 8 and sum(size for _, size in registered) == 4 * (8 * 36 + 4 * 20)
+    traced = tables.traced  # a program may still have the addresses: they go with the tables, not with it
+    del tables
+    gc.collect()
+    assert calls[8:] == [("unregister", at) for at, _ in registered] and traced is not None
+
+
+def test_memory_that_the_driver_refuses_is_told_and_none_stays_registered(monkeypatch):
+    calls = []
+
+    def register(at, size):
+        calls.append(at)
+        return b"out of memory" if len(calls) == 3 else None
+
+    gone = []
+    fake = types.SimpleNamespace(jaxrec_register=register, jaxrec_unregister=gone.append)
+    monkeypatch.setattr(native, "load", lambda device: fake)
+    with pytest.raises(OSError, match=r"refuses .* GB of host memory for the GPU \(out of memory\).*--tables host"):
+        PinnedTables.create(SPEC, ROWS)
+    assert gone == calls[:2]
+
+
+# ---- compilation
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jaxrec"
+
+
+def small_compiler(directory, script):
+    """A compiler that is a shell script; $5 is its output, and it notes each of its calls."""
+    path = directory / "cc"
+    path.write_text(f"#!/bin/sh\necho called >> {directory}/calls\nfor last; do :; done\n{script}\n")
+    path.chmod(0o755)
+    return [str(path)]
+
+
+def test_a_library_is_compiled_once_for_a_command_and_source(empty_cache, tmp_path, monkeypatch):
+    command = small_compiler(tmp_path, 'echo library > "$last"')
+    first = native.compiled(command)
+    assert native.compiled(command) == first and first.read_text() == "library\n"
+    assert native.compiled([*command, "-O1"]) != first
+    changed = tmp_path / "changed.cu"
+    changed.write_text(native.SOURCE.read_text() + "\n")
+    monkeypatch.setattr(native, "SOURCE", changed)
+    assert native.compiled(command) != first
+    assert (tmp_path / "calls").read_text().count("called") == 3 and len(list(empty_cache.iterdir())) == 3
+
+
+def test_a_compiler_that_fails_is_told_with_its_words_and_leaves_nothing(empty_cache, tmp_path):
+    command = small_compiler(tmp_path, 'echo half > "$last"; echo no such header >&2; exit 1')
+    with pytest.raises(OSError, match=r"cc.*failed: no such header\n.*--tables host"):
+        native.compiled(command)
+    assert list(empty_cache.iterdir()) == []
+
+
+def _compile(command, results):
+    results.put(native.compiled(command).read_text())
+
+
+@pytest.mark.process
+def test_processes_that_compile_at_once_do_not_meet(empty_cache, tmp_path):
+    """Each sees a whole library, though the compiler writes it in two halves."""
+    command = small_compiler(tmp_path, 'echo one > "$last"; sleep 0.3; echo two >> "$last"')
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    processes = [context.Process(target=_compile, args=(command, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    assert [results.get(timeout=60) for _ in processes] == ["one\ntwo\n"] * 3
+    for process in processes:
+        process.join()
+    assert len(list(empty_cache.iterdir())) == 1
+
+
+def test_what_is_missing_to_compile_is_named(monkeypatch):
+    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    with pytest.raises(OSError, match=r"no C\+\+ compiler: install g\+\+, or keep the rows in HostTables"):
+        native.cpu_command()
+    with pytest.raises(OSError, match=r"no nvcc: pip install 'jax\[cuda13\]', or"):
+        native.gpu_command("9.0")
+    monkeypatch.setattr(native.shutil, "which", lambda name: name if name.endswith("nvcc") else None)
+    with pytest.raises(OSError, match=r"nvcc needs g\+\+: install it, or"):
+        native.gpu_command("9.0")
+    with pytest.raises(NotImplementedError, match="the devices are tpu"):
+        native.load(types.SimpleNamespace(platform="tpu"))
+
+
+@pytest.mark.slow
+def test_the_source_compiles_for_gpus_and_says_that_there_is_none(empty_cache):
+    """With a CUDA toolkit, or `pip install nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-nvvm nvidia-cuda-crt`."""
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("there is a GPU: see part `pinned` of on_accelerator.py")
+    try:
+        gpu = native.load(types.SimpleNamespace(platform="gpu", compute_capability="9.0"))
+    except OSError as error:
+        pytest.skip(str(error))
+    memory = np.zeros(1024, np.float32)
+    assert b"CUDA" in gpu.jaxrec_register(memory.ctypes.data, memory.nbytes)
+    (path,) = empty_cache.iterdir()
+    assert b"sm_90" in path.read_bytes()
+
+
+# ---- where train.py keeps the rows
+
+
+@pytest.mark.parametrize(("gb", "on_devices"), [(None, True), (1.8e-6, True), (1.7e-6, False)])
+def test_rows_are_pinned_if_they_take_more_than_half_of_the_gpus(gb, on_devices, capsys):
+    """Two devices; small_spec takes (36 * 4 + 20 * 1 + 56) * 4 B = 880 B with its slots."""
+    stats = None if gb is None else {"bytes_limit": gb * 1e9 / 2}
+    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(memory_stats=lambda: stats)] * 2))
+    job = types.SimpleNamespace(spec=SPEC, row_optimizer=ROWS)
+    assert fits_devices(job, mesh) == on_devices
+    said = capsys.readouterr().out
+    assert said == "" if gb is None else ("on the devices" if on_devices else "pinned in host memory") in said
