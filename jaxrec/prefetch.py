@@ -100,9 +100,9 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
         yield pair
 
 
-def plans_there(mesh: jax.sharding.Mesh) -> bool:
-    """Return whether the devices of a mesh plan faster than the host: GPUs do."""
-    return mesh.devices.flat[0].platform == "gpu"
+def on_gpus(mesh: jax.sharding.Mesh | None) -> bool:
+    """Return whether the devices of a mesh, or the default one, are GPUs, which plan faster than the host."""
+    return (jax.devices() if mesh is None else mesh.devices.flat)[0].platform == "gpu"
 
 
 class PlanPrefetcher:
@@ -111,7 +111,7 @@ class PlanPrefetcher:
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
     nothing. No other thread uses the stream meanwhile.
 
-    GPUs of `mesh` are sent the batches and plan them. The thread then only reads how many rows each has, before its
+    GPUs are sent the batches and plan them. The thread then only reads how many rows each has, before its
     step is dispatched: no step waits, and none is trained with rows left out.
     """
 
@@ -123,7 +123,7 @@ class PlanPrefetcher:
         mesh: jax.sharding.Mesh | None = None,
     ):
         self._stream, self._spec, self._capacity = stream, spec, capacity
-        self._mesh = mesh if mesh is not None and plans_there(mesh) else None
+        self._mesh, self._on_gpus = mesh, on_gpus(mesh)
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # SimpleQueue is implemented in C: it has no Python lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) in stream order
@@ -179,7 +179,7 @@ class PlanPrefetcher:
     def _plan_all(self):
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                batch = taken if self._mesh is None else to_device(taken, self._mesh)
+                batch = to_device(taken, self._mesh) if self._on_gpus else taken
                 plans = plan(self._spec, batch.ids, self._capacity)
                 self._capacity = capacity_of(plans)
                 self._made.put(((batch, plans), None))
@@ -217,14 +217,20 @@ class PlanPrefetcher:
             self._taken[-1] = error
 
 
-def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[tuple, None, None]:
-    """Plan batches ahead of the step, in a thread.
+def planned(
+    spec: EmbeddingSpec,
+    batches: Iterable,
+    capacity: Mapping[str, int] | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Generator[tuple, None, None]:
+    """Plan batches ahead of the step, in a thread; GPUs are sent the batches, and plan them.
 
     Args:
       spec: the tables and lookups.
       batches: iterable of Batch, all of one size; up to three are taken ahead, so that the `position()` of a `Loader`
         runs ahead of what the caller has received.
       capacity: initial {stack: U}; it grows when a batch does not fit.
+      mesh: from `make_mesh`; the default device if None.
 
     Yields:
       (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
@@ -232,7 +238,7 @@ def planned(spec: EmbeddingSpec, batches: Iterable, capacity=None) -> Generator[
     Raises:
       ValueError: as `plan`.
     """
-    with PlanPrefetcher(Stream(iter(batches)), spec, capacity) as ahead:
+    with PlanPrefetcher(Stream(iter(batches)), spec, capacity, mesh) as ahead:
         for pair in ahead:
             ahead.forget()
             yield pair

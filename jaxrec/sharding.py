@@ -77,7 +77,7 @@ def to_device(batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Batch:
 
     Args:
       batch: Batch of numpy arrays.
-      mesh: from `make_mesh`; one device if None.
+      mesh: from `make_mesh`; the default device if None, from which JAX sends it on to that of any step.
 
     Returns:
       Batch of JAX arrays, its ids i32.
@@ -92,7 +92,8 @@ def to_device(batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Batch:
     ValueError: ids['user'] run from 0 to 4294967301, but ids are i32, at most 2147483647: hash them into range.
     """
     ids = {name: _as_int32(name, array) for name, array in batch.ids.items()}
-    return put_on_mesh(batch._replace(ids=ids), mesh, SPLIT)
+    batch = batch._replace(ids=ids)
+    return jax.device_put(batch) if mesh is None else put_on_mesh(batch, mesh, SPLIT)
 
 
 def _as_int32(name, ids):

@@ -312,7 +312,6 @@ def test_step_time(tmp_path):
     for figures in rows.values():
         for way in (
             "jaxrec",
-            "jaxrec_host_plan",
             "jaxrec_device_plan",
             "jaxrec_device_plan_resident",
             "jaxrec_planned",

@@ -95,7 +95,7 @@ def plain(steps, home="host", act=lambda state, step: state):
 @pytest.mark.parametrize("make", [ENGINES["serial over host tables"], ENGINES["serial over pinned tables"]])
 def test_batches_of_numpy_are_planned_by_gpus_with_equal_results(make, monkeypatch):
     """Here the CPU stands for a GPU. Capacities grow on the way; batches that were not trained come back."""
-    monkeypatch.setattr("jaxrec.prefetch.plans_there", lambda mesh: True)
+    monkeypatch.setattr("jaxrec.prefetch.on_gpus", lambda mesh: True)
     kinds, stream = set(), (batch_at(index, size=8 + 8 * (index > 5)) for index in range(12))
 
     def hook(state, step, plans, metrics):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from homes import ByPrograms, each_part, needs_compiler
+from homes import ByPrograms, each_part, needs_compiler, tables_in
 from main.techniques import fits_devices
 from strategies import draw_ids
 from test_tables import dense_table, small_spec
@@ -54,8 +54,8 @@ def batch_at(step, size=12):
     return jaxrec.Batch(draw_ids(SPEC, size, step), np.zeros((size, 0), np.float32), ones, ones)
 
 
-def state_of(tables):
-    return jaxrec.init_state({"bias": jnp.zeros(())}, optax.sgd(0.1), tables)
+def state_of(tables, mesh=None):
+    return jaxrec.init_state({"bias": jnp.zeros(())}, optax.sgd(0.1), tables, mesh)
 
 
 def trained(tables, steps=40):
@@ -185,6 +185,30 @@ def test_memory_that_the_driver_refuses_is_told_and_none_stays_registered(monkey
     with pytest.raises(OSError, match=r"refuses .* GB of host memory for the GPU \(out of memory\).*--tables host"):
         PinnedTables.create(SPEC, ROWS)
     assert gone == calls[:2]
+
+
+@pytest.mark.parametrize("home", ["device", "pinned"])
+def test_gpus_of_a_mesh_plan_the_batches_that_they_are_sent(home, monkeypatch):
+    """Here four devices of the CPU stand for GPUs."""
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
+    step, found = jaxrec.make_train_step(SPEC, loss, optax.sgd(0.1), ROWS, mesh), []
+    for there in (False, True):
+        monkeypatch.setattr("jaxrec.prefetch.on_gpus", lambda mesh, there=there: there)
+        with jaxrec.Serial(state_of(tables_in(home, SPEC, ROWS, mesh), mesh), step) as engine:
+            losses = [float(metrics["loss"]) for _, metrics in engine.run(batch_at(index) for index in range(8))]
+            found.append((losses, rows_of(engine.tables)))
+    assert_equal(*found)
+
+
+def test_tables_that_are_dropped_stay_until_the_last_program_has_written_them(monkeypatch):
+    events = []
+    monkeypatch.setattr(
+        pinned, "_unregister", lambda library, records, last: events.append(int(last[0].puts["width_4"][0]))
+    )
+    state, _ = trained(PinnedTables.create(SPEC, ROWS), steps=3)
+    del state
+    gc.collect()
+    assert events == [3]
 
 
 # ---- compilation

@@ -1,7 +1,6 @@
 """Part 1: step time with tables on the device, beside PyTorch on the same card with the same work, in turns.
 
 Ways of jaxrec: `jaxrec` is the loop, whose thread sends the batches to the device, which then plans them;
-`jaxrec_host_plan` is the loop if it plans on the host in a thread and sends inputs with each step;
 `jaxrec_device_plan` sends ids and plans in one program with the step; `..._resident` is the same with batches on the
 device before the clock starts; `jaxrec_planned` is the step alone, planned before. Ways of PyTorch: duplicates reduced
 by hand (`unique`) or by coalescing a sparse gradient (`stacked`), eager and with the dense part under torch.compile;
@@ -24,7 +23,6 @@ from accelerator.measure import Task, interval, last_line, over
 
 JAX_WAYS = {
     "jaxrec": "run",
-    "jaxrec_host_plan": "run_host_plan",
     "jaxrec_device_plan": "run_device_plan",
     "jaxrec_device_plan_resident": "run_device_plan_resident",
     "jaxrec_planned": "run_planned",
@@ -122,7 +120,7 @@ def _figures(job, turns):
     found["jaxrec_examples_per_s"] = interval([job.batch_size / t for t in turns["jaxrec"]])
     for way in turns:
         if way.startswith("torch"):
-            sent = ("jaxrec", "jaxrec_host_plan", "jaxrec_device_plan")
+            sent = ("jaxrec", "jaxrec_device_plan")
             for ours in ("jaxrec_device_plan_resident",) if way.endswith("_resident") else sent:
                 found[f"{way}_over_{ours}"] = over(turns[way], turns[ours])
     return found

@@ -5,6 +5,7 @@ jaxrec does by `keep_memory`. An idle process computes nothing; each has its own
 of whole rounds: the device is synchronised at the end of each round, never between two steps.
 """
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -36,7 +37,7 @@ class JaxSide:
         self.job = job
         self.spec, loss, self.params, optimizer, rows = work(job)
         self.batches = [in_bags(job, self.spec, batch) for batch in synthetic(job)[1]]
-        self.mesh = mesh = make_mesh()
+        mesh = make_mesh()
         self.state = init_state(self.params, optimizer, create_tables(job.tables, self.spec, rows, mesh), mesh)
         self.step = make_train_step(self.spec, loss, optimizer, rows, mesh)
         self.update = jax.jit(make_update(self.spec, loss, optimizer, rows, mesh))
@@ -48,19 +49,11 @@ class JaxSide:
 
     def run(self, steps: int) -> float:
         """Seconds per step of the loop: its thread plans on the host, or sends batches to a GPU, which plans them."""
-        return self._run_loop(steps, self.mesh)
-
-    def run_host_plan(self, steps: int) -> float:
-        """Seconds per step of the loop, planned on the host by its thread, inputs sent with each step."""
-        return self._run_loop(steps, None)
-
-    def _run_loop(self, steps, mesh):
         from jaxrec.embedding import capacity_of
-        from jaxrec.prefetch import PlanPrefetcher, Stream
+        from jaxrec.loop import planned
 
         batches = (self.batches[i % BATCHES] for i in range(steps + 1))
-        with PlanPrefetcher(Stream(batches), self.spec, self.capacity, mesh) as ahead:
-            pairs = iter(ahead)
+        with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
             _, plans = next(pairs)  # starts the thread, so it is not timed
             self.capacity = capacity_of(plans)
             return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)

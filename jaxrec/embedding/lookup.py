@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrec.embedding import kernels
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.sharding import AXES, device_index
+from jaxrec.sharding import AXES, SPLIT, device_index, mesh_of, plan_specs
 from jaxrec.types import Plan
 
 
@@ -59,7 +59,7 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
         need = host_plan(spec, jax.device_get(dict(ids)))
         capacity = {name: bucket(int(1.25 * p.count.max())) for name, p in need.items()}
     if on_device:
-        plans = _plan_on_device(spec, dict(ids), tuple(capacity.items()))
+        plans = _plan_on_devices(spec, dict(ids), tuple(capacity.items()), mesh_of(leaves))
     else:
         plans = host_plan(spec, ids, capacity)
     _refuse_invalid(plans)
@@ -84,9 +84,12 @@ def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
     return {name: p.unique.shape[1] for name, p in plans.items()}
 
 
-@jax.jit(static_argnums=(0, 2))
-def _plan_on_device(spec, ids, capacity):
-    return device_plan(spec, ids, dict(capacity))
+@jax.jit(static_argnums=(0, 2, 3))
+def _plan_on_devices(spec, ids, capacity, mesh):
+    if mesh.size == 1:
+        return device_plan(spec, ids, dict(capacity))
+    planner = functools.partial(device_plan, spec, capacity=dict(capacity), sharded=True)
+    return jax.shard_map(planner, mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks))(ids)
 
 
 def _refuse_invalid(plans):

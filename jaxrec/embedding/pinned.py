@@ -104,9 +104,6 @@ class PinnedTables:
     From the host they are used like `HostTables`: each access waits until the devices have put the last rows. Rows that
     the host writes are seen by all later steps.
 
-    Attributes:
-      traced: PinnedRows, for a program; each step leaves those of its last put.
-
     >>> from jaxrec.embedding import Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(10, 4)}, {'item': Lookup('item')})
     >>> PinnedTables.create(spec, sgd(0.1)).step
@@ -120,14 +117,18 @@ class PinnedTables:
         """See `create`; `host` has views of the records {stack: f32[V / S, L] per shard}."""
         self._host, self.spec, self.layout, self.puts = host, host.spec, host.layout, host.puts
         check_split(self.spec.shards, mesh)
-        _register(self, native.load(mesh.devices.flat[0]), [one for shards in records.values() for one in shards])
+        self._last: list[PinnedRows] = []  # what `traced` is, for when these tables are gone
+        every = [one for shards in records.values() for one in shards]
+        _register(self, native.load(mesh.devices.flat[0]), every, self._last)
         address = {name: np.array([one.ctypes.data for one in shards], np.uint64) for name, shards in records.items()}
-        self.traced = PinnedRows(
-            {name: put_on_mesh(of.view(np.int32).reshape(-1, 2), mesh, SPLIT) for name, of in address.items()},
-            {name: put_on_mesh(np.zeros(self.spec.shards, np.int32), mesh, SPLIT) for name in records},
-            self.spec,
-            self.layout,
-        )
+        self._last[:] = [
+            PinnedRows(
+                {name: put_on_mesh(of.view(np.int32).reshape(-1, 2), mesh, SPLIT) for name, of in address.items()},
+                {name: put_on_mesh(np.zeros(self.spec.shards, np.int32), mesh, SPLIT) for name in records},
+                self.spec,
+                self.layout,
+            )
+        ]
 
     @classmethod
     def create(
@@ -155,9 +156,14 @@ class PinnedTables:
 
     def with_traced(self, rows: PinnedRows) -> "PinnedTables":
         """Return these tables after a program that has put rows once."""
-        self.traced = rows
+        self._last[:] = [rows]
         self.puts += 1
         return self
+
+    @property
+    def traced(self) -> PinnedRows:
+        """The rows for a program, after the last put."""
+        return self._last[0]
 
     @property
     def host(self) -> HostTables:
@@ -213,19 +219,20 @@ class PinnedTables:
         """Do nothing: the rows are in RAM."""
 
 
-def _register(tables, library, records):
+def _register(tables, library, records, last):
     """Give the devices access to the records for as long as the tables live."""
     for number, one in enumerate(records):
         if wrong := library.jaxrec_register(one.ctypes.data, one.nbytes):
-            _unregister(library, records[:number])
+            _unregister(library, records[:number], [])
             raise OSError(
                 f"the driver refuses {one.nbytes / 1e9:.1f} GB of host memory for the GPU ({wrong.decode()}): make the "
                 "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
             )
-    # The arguments keep the memory until it is not registered any more, also if the tables go first.
-    weakref.finalize(tables, _unregister, library, records)
+    # The arguments keep the memory until the last program has written it, though the tables are gone.
+    weakref.finalize(tables, _unregister, library, records, last)
 
 
-def _unregister(library, records):
+def _unregister(library, records, last):
+    jax.block_until_ready(last)
     for one in records:
         library.jaxrec_unregister(one.ctypes.data)
