@@ -101,17 +101,23 @@ def test_programs_and_the_host_see_what_the_other_wrote():
             assert_equal(rows_of(tables), rows_of(wanted))
 
 
-def test_a_prediction_has_the_rows_of_its_state_though_steps_follow_at_once():
-    predict = lambda params, activations, batch: activations["ab"].sum((1, 2)) + activations["w"][:, 0]
-    look, found = jaxrec.make_eval_step(SPEC, predict), {}
-    for kind in (HostTables, PinnedTables):
-        state, found[kind] = state_of(kind.create(SPEC, ROWS)), []
-        for step in range(20):
-            batch = batch_at(step)
-            plans = plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16})
-            found[kind].append(look(state, plans, batch))
-            state, _ = STEP(state, plans, batch)
-    assert_equal(found[HostTables], found[PinnedTables])
+def test_a_prediction_has_the_rows_of_its_state_though_a_step_follows_at_once():
+    """Its program begins late, as its parameters are still being computed; the step must not overtake it."""
+    predict = lambda params, activations, batch: activations["ab"].sum((1, 2)) + params["bias"]
+    look, slow = jaxrec.make_eval_step(SPEC, predict), jax.jit(lambda x: jax.lax.fori_loop(0, 200, _product, x).sum())
+    batch = batch_at(0)
+    plans, found = plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}), []
+    for late in (False, True):
+        state = state_of(PinnedTables.create(SPEC, ROWS))
+        look(state, plans, batch)
+        bias = state.dense.params["bias"] + (0 * slow(np.full((400, 400), 0.01, np.float32)) if late else 0)
+        found.append(look(state._replace(dense=state.dense._replace(params={"bias": bias})), plans, batch))
+        STEP(state, plans, batch)
+    assert_equal(*found)
+
+
+def _product(number, x):
+    return jnp.tanh(x @ x)
 
 
 @pytest.mark.parametrize("row", [-1, -(2**31), 2**31 - 1, 36])
@@ -129,12 +135,19 @@ def test_rows_that_a_shard_lacks_are_neither_read_nor_written(row):
     assert_equal(rows_of(tables), before)
 
 
-def test_a_count_beyond_the_capacity_reads_no_other_shard():
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_as_many_rows_are_read_and_written_as_the_plan_counts(count):
+    """Of one row per shard; a count beyond the capacity, of a plan that has dropped rows, reaches no other shard."""
     tables = PinnedTables.create(SPEC, ROWS)
+    before = dense_table(tables, "width_4").copy()
     unique = np.array([[0], [1], [2], [3]], np.int32)
-    plans = {"width_4": Plan(unique, {}, np.full(4, 9, np.int32), np.int32(0))}
-    read = jax.jit(lambda traced, plans: traced.read(plans))(tables.traced, plans)["width_4"]
-    np.testing.assert_array_equal(np.asarray(read.value)[:, 0], dense_table(tables, "width_4")[:4])
+    plans = {"width_4": Plan(unique, {}, np.full(4, count, np.int32), np.int32(0))}
+    read = jax.jit(lambda traced, plans: traced.read(plans))(tables.traced, plans)
+    np.testing.assert_array_equal(np.asarray(read["width_4"].value)[:, 0], before[:4] if count else np.zeros((4, 4)))
+    put = jax.jit(lambda traced, plans, rows: traced.put(plans, rows))
+    tables = tables.with_traced(put(tables.traced, plans, jax.tree.map(jnp.ones_like, read)))
+    wanted = np.concatenate([np.ones((4, 4)), before[4:]]) if count else before
+    np.testing.assert_array_equal(dense_table(tables, "width_4"), wanted)
 
 
 def test_plans_of_other_shards_are_refused():
