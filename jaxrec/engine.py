@@ -21,7 +21,7 @@ import numpy as np
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs
+from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.step import run_hooks
 from jaxrec.table_use import BrokenEngine, TableUse
@@ -465,8 +465,8 @@ class Engine:
 class Serial(Engine):
     """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
-    Batches of numpy arrays are planned on the host, or sent to the GPUs of the state and planned there; batches of JAX
-    arrays on their device. Results are equal.
+    Batches of numpy arrays are planned on the host, or, if one GPU reads the rows itself, sent to it and planned there;
+    batches of JAX arrays on their devices. Results are equal.
 
         with Serial(state, train_step) as engine:
             for state, metrics in engine.run(batches, hooks=[...]): ...
@@ -533,7 +533,9 @@ class Serial(Engine):
         return self._hold(self._over_pairs(in_pairs(pairs), tuple(hooks)))
 
     def _over(self, stream, hooks):
-        with PlanPrefetcher(stream, self.tables.spec, self._capacity, mesh_of(self._state.dense)) as ahead:
+        # Rows that the host moves are planned there.
+        sends = self.tables.traced is not None and on_one_gpu(mesh_of(self._state.dense))
+        with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
             yield from self._over_pairs(ahead, hooks, ahead.forget)
 
     def _over_pairs(self, pairs, hooks, forget=lambda: None):

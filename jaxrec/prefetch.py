@@ -17,6 +17,7 @@ from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
 from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.sharding import to_device
 from jaxrec.types import Batch
+from jaxrec.validate import check_weight
 
 END = object()  # returned by `take` at the end of the stream
 
@@ -100,9 +101,13 @@ def in_pairs(batches: Iterable) -> Generator[tuple, None, None]:
         yield pair
 
 
-def on_gpus(mesh: jax.sharding.Mesh | None) -> bool:
-    """Return whether the devices of a mesh, or the default one, are GPUs, which plan faster than the host."""
-    return (jax.devices() if mesh is None else mesh.devices.flat)[0].platform == "gpu"
+def on_one_gpu(mesh: jax.sharding.Mesh | None) -> bool:
+    """Return whether all devices, or those of a mesh, are one GPU, which plans faster than the host.
+
+    Several would plan together, and might run the plans of this thread and the steps of another in different orders.
+    """
+    devices = list(mesh.devices.flat) if mesh else jax.devices()
+    return len(devices) == 1 and devices[0].platform == "gpu"
 
 
 class PlanPrefetcher:
@@ -111,8 +116,8 @@ class PlanPrefetcher:
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
     nothing. No other thread uses the stream meanwhile.
 
-    GPUs are sent the batches and plan them. The thread then only reads how many rows each has, before its
-    step is dispatched: no step waits, and none is trained with rows left out.
+    A GPU is sent the batches and plans them (`sends`). The thread then only reads how many rows each has, before its
+    step is dispatched, so that none is trained with rows left out.
     """
 
     def __init__(
@@ -120,10 +125,9 @@ class PlanPrefetcher:
         stream: Stream,
         spec: EmbeddingSpec,
         capacity: Mapping[str, int] | None = None,
-        mesh: jax.sharding.Mesh | None = None,
+        sends: bool = False,
     ):
-        self._stream, self._spec, self._capacity = stream, spec, capacity
-        self._mesh, self._on_gpus = mesh, on_gpus(mesh)
+        self._stream, self._spec, self._capacity, self._sends = stream, spec, capacity, sends
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # SimpleQueue is implemented in C: it has no Python lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) in stream order
@@ -179,7 +183,10 @@ class PlanPrefetcher:
     def _plan_all(self):
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                batch = to_device(taken, self._mesh) if self._on_gpus else taken
+                batch = taken
+                if self._sends:
+                    check_weight(taken.weight)  # the step does not read it on a device
+                    batch = to_device(taken)
                 plans = plan(self._spec, batch.ids, self._capacity)
                 self._capacity = capacity_of(plans)
                 self._made.put(((batch, plans), None))
@@ -223,14 +230,14 @@ def planned(
     capacity: Mapping[str, int] | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Generator[tuple, None, None]:
-    """Plan batches ahead of the step, in a thread; GPUs are sent the batches, and plan them.
+    """Plan batches ahead of the step, in a thread; a single GPU is sent the batches, and plans them.
 
     Args:
       spec: the tables and lookups.
       batches: iterable of Batch, all of one size; up to three are taken ahead, so that the `position()` of a `Loader`
         runs ahead of what the caller has received.
       capacity: initial {stack: U}; it grows when a batch does not fit.
-      mesh: from `make_mesh`; the default device if None.
+      mesh: from `make_mesh`; all devices if None.
 
     Yields:
       (batch, {stack: Plan}). Close or exhaust the generator to end the thread.
@@ -238,7 +245,7 @@ def planned(
     Raises:
       ValueError: as `plan`.
     """
-    with PlanPrefetcher(Stream(iter(batches)), spec, capacity, mesh) as ahead:
+    with PlanPrefetcher(Stream(iter(batches)), spec, capacity, on_one_gpu(mesh)) as ahead:
         for pair in ahead:
             ahead.forget()
             yield pair

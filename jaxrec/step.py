@@ -498,8 +498,9 @@ def make_eval_step(
 
     def run(state, plans, batch):
         tables = state.tables
-        # Programs run in the order of their calls, so that the next step overwrites no row before it is read.
-        return compiled(state.dense.params, tables.traced or tables.read(plans), plans, batch)
+        found = compiled(state.dense.params, tables.traced or tables.read(plans), plans, batch)
+        # The host waits for puts alone before it overwrites a row, or lets go of all.
+        return jax.block_until_ready(found) if tables.traced and tables.in_place else found
 
     return _checked(run, spec)
 

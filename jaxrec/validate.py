@@ -84,7 +84,7 @@ def check_opt_state(opt_state: Any) -> None:
 
 def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
     """Refuse a batch that has invalid weights or does not match the lookups or the plans."""
-    _check_weight(batch.weight)
+    check_weight(batch.weight)
     if batch.label is None or batch.dense is None:
         raise ValueError(
             "label and dense of a batch are arrays: give np.zeros((B, 0), np.float32) where there is none."
@@ -101,7 +101,8 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
     _check_plans(spec, plans, batch.ids)
 
 
-def _check_weight(weight):
+def check_weight(weight: Any) -> None:
+    """Raise ValueError unless weights are f32[B] and, if they are on the host, finite and not negative."""
     # Values are checked on the host only, as reading them from a device would block.
     if weight.ndim != 1 or not len(weight):
         raise ValueError(

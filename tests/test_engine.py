@@ -92,10 +92,10 @@ def plain(steps, home="host", act=lambda state, step: state):
     return bits(state), losses
 
 
-@pytest.mark.parametrize("make", [ENGINES["serial over host tables"], ENGINES["serial over pinned tables"]])
-def test_batches_of_numpy_are_planned_by_gpus_with_equal_results(make, monkeypatch):
+@pytest.mark.parametrize("make", [ENGINES["serial over device tables"], ENGINES["serial over pinned tables"]])
+def test_batches_of_numpy_are_planned_by_a_gpu_with_equal_results(make, monkeypatch):
     """Here the CPU stands for a GPU. Capacities grow on the way; batches that were not trained come back."""
-    monkeypatch.setattr("jaxrec.prefetch.on_gpus", lambda mesh: True)
+    monkeypatch.setattr("jaxrec.engine.on_one_gpu", lambda mesh: True)
     kinds, stream = set(), (batch_at(index, size=8 + 8 * (index > 5)) for index in range(12))
 
     def hook(state, step, plans, metrics):
@@ -109,9 +109,14 @@ def test_batches_of_numpy_are_planned_by_gpus_with_equal_results(make, monkeypat
         list(engine.run(stream, [hook]))
         assert all(issubclass(kind, jax.Array) for kind in kinds)
         assert same(bits(engine.state), grown(12))
-        for bad, why in ((40, "1 ids of lookups"), (2**40, "ids are i32")):
+        good = batch_of({"item": np.array([1, 2])}, np.ones(2, np.float32))
+        for bad, why in (
+            (good._replace(ids={"item": np.array([1, 40])}), "1 ids of lookups"),
+            (good._replace(ids={"item": np.array([1, 2**40])}), "ids are i32"),
+            (good._replace(weight=np.array([1, -1], np.float32)), r"weight\[1\] is -1"),
+        ):
             with pytest.raises(ValueError, match=why):
-                list(engine.run([batch_of({"item": np.array([1, bad])}, np.ones(2))]))
+                list(engine.run([bad]))
         assert engine.step == 12 and same(bits(engine.state), grown(12))
 
 

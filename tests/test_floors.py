@@ -27,7 +27,7 @@ LEVELS = [
 # Only these may use threads, clocks and disks; all others are functions of their arguments.
 HOST = [
     "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
-    "embedding.host", "embedding.native", "embedding.remote", "embedding.servers",
+    "embedding.host", "embedding.native", "embedding.pinned", "embedding.remote", "embedding.servers",
     "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "table_use",
     "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers", "shadowsync.free",
     "cpr.costs", "cpr.saving", "cpr.tracking",

@@ -47,6 +47,7 @@ EXACT = {
     "full on the host": HOST | MFU | {"cpr": "full"},
     "vanilla on the device": DEVICE | MFU | {"cpr": "vanilla"},
     "mfu on the device": DEVICE | MFU,
+    "mfu and easgd over pinned rows": MFU | {"tables": "pinned", "shadowsync": "easgd", "sync_every_steps": 5},
     "ssu on the host": HOST | MFU | {"cpr": "ssu"},
     "scar and oac": OAC | MFU | {"cpr": "scar"},
     "full, easgd and oac": OAC | MFU | {"cpr": "full", "shadowsync": "easgd", "sync_every_steps": 5},

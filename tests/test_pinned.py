@@ -101,8 +101,17 @@ def test_programs_and_the_host_see_what_the_other_wrote():
             assert_equal(rows_of(tables), rows_of(wanted))
 
 
-def test_a_prediction_has_the_rows_of_its_state_though_a_step_follows_at_once():
-    """Its program begins late, as its parameters are still being computed; the step must not overtake it."""
+def _by_step(state, plans, batch):
+    STEP(state, plans, batch)
+
+
+def _by_host(state, plans, batch):
+    state.tables.put(plans, jax.tree.map(np.ones_like, state.tables.read(plans)))
+
+
+@pytest.mark.parametrize("overwrite", [_by_step, _by_host])
+def test_a_prediction_has_the_rows_of_its_state_though_they_are_overwritten_at_once(overwrite):
+    """Its program would begin late, as its parameters are still being computed."""
     predict = lambda params, activations, batch: activations["ab"].sum((1, 2)) + params["bias"]
     look, slow = jaxrec.make_eval_step(SPEC, predict), jax.jit(lambda x: jax.lax.fori_loop(0, 200, _product, x).sum())
     batch = batch_at(0)
@@ -112,7 +121,7 @@ def test_a_prediction_has_the_rows_of_its_state_though_a_step_follows_at_once():
         look(state, plans, batch)
         bias = state.dense.params["bias"] + (0 * slow(np.full((400, 400), 0.01, np.float32)) if late else 0)
         found.append(look(state._replace(dense=state.dense._replace(params={"bias": bias})), plans, batch))
-        STEP(state, plans, batch)
+        overwrite(state, plans, batch)
     assert_equal(*found)
 
 
@@ -201,23 +210,20 @@ def test_memory_that_the_driver_refuses_is_told_and_none_stays_registered(monkey
 
 
 @pytest.mark.parametrize("home", ["device", "pinned"])
-def test_gpus_of_a_mesh_plan_the_batches_that_they_are_sent(home, monkeypatch):
-    """Here four devices of the CPU stand for GPUs."""
+def test_devices_of_a_mesh_plan_the_batches_that_they_are_sent(home):
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
     step, found = jaxrec.make_train_step(SPEC, loss, optax.sgd(0.1), ROWS, mesh), []
-    for there in (False, True):
-        monkeypatch.setattr("jaxrec.prefetch.on_gpus", lambda mesh, there=there: there)
+    for send in (lambda batch: batch, lambda batch: jaxrec.to_device(batch, mesh)):
         with jaxrec.Serial(state_of(tables_in(home, SPEC, ROWS, mesh), mesh), step) as engine:
-            losses = [float(metrics["loss"]) for _, metrics in engine.run(batch_at(index) for index in range(8))]
+            losses = [float(metrics["loss"]) for _, metrics in engine.run(send(batch_at(i)) for i in range(8))]
             found.append((losses, rows_of(engine.tables)))
     assert_equal(*found)
 
 
 def test_tables_that_are_dropped_stay_until_the_last_program_has_written_them(monkeypatch):
     events = []
-    monkeypatch.setattr(
-        pinned, "_unregister", lambda library, records, last: events.append(int(last[0].puts["width_4"][0]))
-    )
+    release = lambda library, records, last: events.append(int(last[0].puts["width_4"][0]))
+    monkeypatch.setattr(pinned, "release", release)
     state, _ = trained(PinnedTables.create(SPEC, ROWS), steps=3)
     del state
     gc.collect()
@@ -313,8 +319,9 @@ def test_the_source_compiles_for_gpus_and_says_that_there_is_none(empty_cache):
 @pytest.mark.parametrize(("gb", "on_devices"), [(None, True), (1.8e-6, True), (1.7e-6, False)])
 def test_rows_are_pinned_if_they_take_more_than_half_of_the_gpus(gb, on_devices, capsys):
     """Two devices; small_spec takes (36 * 4 + 20 * 1 + 56) * 4 B = 880 B with its slots."""
-    stats = None if gb is None else {"bytes_limit": gb * 1e9 / 2}
-    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(memory_stats=lambda: stats)] * 2))
+    stats = {"bytes_limit": (gb or 0) * 1e9 / 2}
+    device = types.SimpleNamespace(memory_stats=lambda: stats, platform="gpu" if gb else "tpu")
+    mesh = types.SimpleNamespace(devices=np.array([device] * 2))
     job = types.SimpleNamespace(spec=SPEC, row_optimizer=ROWS)
     assert fits_devices(job, mesh) == on_devices
     said = capsys.readouterr().out

@@ -25,7 +25,7 @@ from jaxrec.embedding import (
     rowwise_adagrad,
 )
 from jaxrec.embedding.lookup import is_plan_of
-from jaxrec.sharding import SPLIT, make_mesh, plan_specs
+from jaxrec.sharding import SPLIT, make_mesh, plan_specs, put_on_mesh
 
 
 def stack_rows(spec, lookup, ids):
@@ -86,6 +86,13 @@ def test_sharded_device_plan_equals_host_plan(devices):
         mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks),
     )  # fmt: skip
     assert_plans_equal(host_plan(spec, ids, capacity), jax.jit(sharded)(ids))
+
+
+def test_ids_on_a_mesh_whose_devices_do_not_divide_the_shards_lose_none():
+    spec = EmbeddingSpec({"t": Table(60, 4)}, {"t": Lookup("t")}, shards=6)
+    ids = {"t": np.arange(0, 60, 5, dtype=np.int32)}
+    there = put_on_mesh(ids, make_mesh(devices=jax.devices()[:4]), SPLIT)
+    assert_plans_equal(plan(spec, ids, {"width_4": 8}), plan(spec, there, {"width_4": 8}))
 
 
 def test_an_overflow_is_visible_and_plan_grows():

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from main import flags as all_flags
 from main import saving
 from main.cli import Flags, Run
+from main.flags import TechniqueFlags
 from main.run_dir import to_json
 from main.saving import PeriodicSaves
 from main.signals import STOPPING, Stopped, stop_on_signals
@@ -59,6 +60,16 @@ def test_a_directory_is_a_run_from_the_first_second(tmp_path):
     with pytest.raises(ValueError, match="begun with experiment a, not b"):
         Run("b", Small(), tmp_path, resume=True)
     assert config_of(tmp_path)["steps"] == 3
+
+
+def test_tables_that_programs_reach_go_on_wherever_the_run_keeps_them(tmp_path):
+    with Run("a", TechniqueFlags(tables="device"), tmp_path):  # as runs said before the choice was theirs
+        pass
+    for tables in (None, "pinned", "device"):
+        with Run("a", TechniqueFlags(tables=tables), tmp_path, resume=True) as run:
+            assert run.resumed
+    with pytest.raises(ValueError, match="begun with tables device, not host"):
+        Run("a", TechniqueFlags(tables="host"), tmp_path, resume=True)
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):

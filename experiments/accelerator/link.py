@@ -115,7 +115,7 @@ def memory_available() -> int:
 
 
 def filled_tables(spec, row_optimizer) -> HostTables:
-    """Create host tables of random rows, shards in parallel; `HostTables.create` uses one core."""
+    """Create host tables of random rows, shards in parallel."""
     layout = spec.layout(row_optimizer)
     shards = {
         name: [empty_parts(stack, layout[name]) for _ in range(spec.shards)] for name, stack in spec.stacks.items()

@@ -94,7 +94,10 @@ class Run:
     def _refuse_other_flags(self, before, flags):
         # Compared as JSON, where tuples are lists and paths are strings. A flag added since then has no old value.
         now = json.loads(to_json(flags))
-        other = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
+        changed = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
+        # Where tables are left to the run, they are one of these.
+        on_devices = all(flags.get("tables") in (None, "device", "pinned") for flags in (before, now))
+        other = [key for key in changed if not (key == "tables" and on_devices)]
         if other:
             was = ", ".join(f"{key} {before[key]}, not {now[key]}" for key in sorted(other))
             raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")

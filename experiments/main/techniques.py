@@ -254,10 +254,10 @@ def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
 
 
 def fits_devices(job: ClickJob, mesh) -> bool:
-    """Return whether rows and slots take at most half of the devices' memory, and say so; always true of CPUs."""
-    known = [device.memory_stats() for device in mesh.devices.flat]
-    if not all(known):
+    """Return whether rows and slots take at most half of the GPUs' memory, and say so; always true of other devices."""
+    if mesh.devices.flat[0].platform != "gpu":
         return True
+    known = [device.memory_stats() for device in mesh.devices.flat]
     layout = job.spec.layout(job.row_optimizer)
     of_row = {stack: 4 * sum(part.width for part in parts.values()) for stack, parts in layout.items()}
     taken_gb = sum(of_row[name] * stack.rows for name, stack in job.spec.stacks.items()) / 1e9

@@ -373,7 +373,8 @@ class HostTables(PutCounts):
         }
 
         def copy(key):
-            (name, shard), ids = key, rows[key]
+            (name, shard), most = key, self.spec.stacks[key[0]].rows - 1
+            ids = np.clip(rows[key], 0, most)  # the kernel checks no bounds
             for part, out in taken[key].items():
                 kernels.gather(shards[name][shard][part], ids, self.spec.shards, len(ids), out)
 

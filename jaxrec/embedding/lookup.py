@@ -24,7 +24,7 @@ from jaxrec.types import Plan
 def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
     """Find the unique rows that a batch touches; no row is ever dropped, except under jit.
 
-    Numpy ids are planned on the host, jax arrays on their device, with the same result. Plans have the static shape
+    Numpy ids are planned on the host, jax arrays on their devices, with the same result. Plans have the static shape
     [S, U]: U is the given capacity if the batch fits, the next sufficient bucket if not (an overflow), and 1.25 x the
     rows of this batch, bucketed, without a capacity. Under jit the caller must check the plan for `count <= U` and
     `invalid == 0`.
@@ -86,7 +86,7 @@ def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
 
 @jax.jit(static_argnums=(0, 2, 3))
 def _plan_on_devices(spec, ids, capacity, mesh):
-    if mesh.size == 1:
+    if mesh.size == 1 or spec.shards % mesh.size:
         return device_plan(spec, ids, dict(capacity))
     planner = functools.partial(device_plan, spec, capacity=dict(capacity), sharded=True)
     return jax.shard_map(planner, mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks))(ids)
@@ -236,6 +236,9 @@ def _stack_rows(spec, stack, lookups, sharded):
     return jnp.concatenate(parts), invalid
 
 
+_MOST_SLOTS = 1 << 27  # half a GB
+
+
 def slots_per_id() -> int:
     """Return up to how many rows per id it is faster to give each row a slot than to sort the ids."""
     return 32 if jax.default_backend() == "cpu" else 256
@@ -247,7 +250,7 @@ def _number(rows, stack, capacity, sharded):
     here = shards // jax.lax.axis_size(AXES) if sharded else shards
     first_shard = device_index() * here if sharded else 0
     index = jnp.arange(n, dtype=jnp.int32)
-    if stack.rows <= slots_per_id() * n:
+    if stack.rows <= min(_MOST_SLOTS, slots_per_id() * n):
         slots, slot = stack.rows + 1, rows
     else:
         slots, slot = n, jnp.searchsorted(jnp.sort(rows), rows).astype(jnp.int32)

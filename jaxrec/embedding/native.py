@@ -8,6 +8,7 @@ import functools
 import hashlib
 import itertools
 import os
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -35,27 +36,26 @@ def load(device: jax.Device) -> ctypes.CDLL:
 
 
 @functools.cache
-def _load(platform: str, capability: str) -> ctypes.CDLL:
-    if platform == "cpu":
+def _load(kind: str, capability: str) -> ctypes.CDLL:
+    if kind == "cpu":
         library = ctypes.CDLL(str(compiled(cpu_command())))
-    elif platform == "gpu":
+    elif kind == "gpu":
         command = gpu_command(capability)
         path = compiled(command)
         ctypes.CDLL(_runtime(), ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(path))
     else:
         raise NotImplementedError(
-            f"pinned rows are for CPUs and NVIDIA's GPUs, and the devices are {platform}: use others, {_REMEDY}."
+            f"pinned rows are for CPUs and NVIDIA's GPUs, and the devices are {kind}: use others, {_REMEDY}."
         )
     library.jaxrec_register.restype = ctypes.c_char_p
     library.jaxrec_register.argtypes = ctypes.c_void_p, ctypes.c_uint64
     library.jaxrec_unregister.argtypes = (ctypes.c_void_p,)
     for name in _TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform=_XLA[platform])
+        jax.ffi.register_ffi_target(
+            name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu" if kind == "cpu" else "CUDA"
+        )
     return library
-
-
-_XLA = {"cpu": "cpu", "gpu": "CUDA"}
 
 
 def cpu_command() -> list[str]:
@@ -112,7 +112,7 @@ def compiled(command: list[str]) -> Path:
 
     Safe in several processes at once, and if one is killed: each compiles beside the cache and renames the result.
     """
-    text = "\0".join([SOURCE.read_text(), jax.lib.__version__, *command])
+    text = "\0".join([SOURCE.read_text(), jax.lib.__version__, platform.machine(), *command])
     directory = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrec"
     library = directory / f"pinned_rows-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():

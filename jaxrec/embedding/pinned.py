@@ -10,9 +10,11 @@ Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
+import mmap
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -65,7 +67,8 @@ class PinnedRows:
         return Rows(parts.pop("value"), parts)
 
     def _put_stack(self, name, plan, rows):
-        parts, (where, width) = fitting_parts(self.layout, name, plan, rows), places(self.layout[name])
+        parts = fitting_parts(self.layout, name, plan, rows)
+        where, width = places(self.layout[name])
         used = sum(place.stop - place.start for place in where.values())
         padding = jnp.zeros((*plan.unique.shape, width - used), jnp.float32)
         records = jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
@@ -117,7 +120,7 @@ class PinnedTables:
         """See `create`; `host` has views of the records {stack: f32[V / S, L] per shard}."""
         self._host, self.spec, self.layout, self.puts = host, host.spec, host.layout, host.puts
         check_split(self.spec.shards, mesh)
-        self._last: list[PinnedRows] = []  # what `traced` is, for when these tables are gone
+        self._last: list[PinnedRows] = []  # `traced`, in a list that the finalizer shares
         every = [one for shards in records.values() for one in shards]
         _register(self, native.load(mesh.devices.flat[0]), every, self._last)
         address = {name: np.array([one.ctypes.data for one in shards], np.uint64) for name, shards in records.items()}
@@ -150,7 +153,7 @@ class PinnedTables:
         records, shards = {}, {}
         for name, stack in spec.stacks.items():
             where, width = places(layout[name])
-            records[name] = [np.zeros((stack.rows_per_shard, width), np.float32) for _ in range(spec.shards)]
+            records[name] = [_whole_pages(stack.rows_per_shard, width) for _ in range(spec.shards)]
             shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
@@ -219,20 +222,28 @@ class PinnedTables:
         """Do nothing: the rows are in RAM."""
 
 
+def _whole_pages(rows, width):
+    """Return f32[rows, width] of zeros on pages of its own, as a page is registered once."""
+    return np.frombuffer(mmap.mmap(-1, 4 * rows * width), np.float32).reshape(rows, width)
+
+
 def _register(tables, library, records, last):
     """Give the devices access to the records for as long as the tables live."""
     for number, one in enumerate(records):
         if wrong := library.jaxrec_register(one.ctypes.data, one.nbytes):
-            _unregister(library, records[:number], [])
+            release(library, records[:number], [])
             raise OSError(
                 f"the driver refuses {one.nbytes / 1e9:.1f} GB of host memory for the GPU ({wrong.decode()}): make the "
                 "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
             )
     # The arguments keep the memory until the last program has written it, though the tables are gone.
-    weakref.finalize(tables, _unregister, library, records, last)
+    weakref.finalize(tables, release, library, records, last)
 
 
-def _unregister(library, records, last):
-    jax.block_until_ready(last)
-    for one in records:
-        library.jaxrec_unregister(one.ctypes.data)
+def release(library: ctypes.CDLL, records: Sequence[np.ndarray], last: Sequence[PinnedRows]) -> None:
+    """Take the records from the devices, once the last program has put its rows."""
+    try:
+        jax.block_until_ready(last)
+    finally:
+        for one in records:
+            library.jaxrec_unregister(one.ctypes.data)

@@ -149,15 +149,14 @@ extern "C" {
 const char* jaxrec_register(void* memory, uint64_t bytes) {
   cudaError_t error = cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
   void* there = nullptr;
-  if (error == cudaSuccess) error = cudaHostGetDevicePointer(&there, memory, 0);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  return there == memory ? nullptr : "the GPU sees host memory at other addresses";
+  cudaHostGetDevicePointer(&there, memory, 0);
+  if (there == memory) return nullptr;
+  cudaHostUnregister(memory);
+  return "the GPU sees host memory at other addresses";
 }
 
-void jaxrec_unregister(void* memory) {
-  cudaDeviceSynchronize();
-  cudaHostUnregister(memory);
-}
+void jaxrec_unregister(void* memory) { cudaHostUnregister(memory); }
 
 #else
 

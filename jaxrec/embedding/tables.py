@@ -1,4 +1,4 @@
-"""`Tables`: the one interface to embedding rows, in device memory, in host memory or at shard servers.
+"""`Tables`: the one interface to embedding rows, in device memory, host memory (also pinned) or at shard servers.
 
 Initial rows are an integer hash of (seed, row, column), so that any row can be redrawn at any time.
 
@@ -67,7 +67,7 @@ RowIds = Mapping[tuple[str, int], np.ndarray]
 class Tables(Protocol):
     """Embedding rows and their optimizer slots, independent of where they are stored.
 
-    Device tables are immutable: writes donate them and return new ones. Host tables change in place and writes return
+    Device tables are immutable: writes donate them and return new ones. All others change in place and writes return
     the same object. Generic code must therefore always continue with the returned tables.
 
     Attributes:
