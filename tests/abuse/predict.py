@@ -63,7 +63,7 @@ def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
 
 
-@situation("tables instead of their home", ValueError, "home=.* must be HostTables or DeviceTables")
+@situation("tables instead of their home", ValueError, "home=.* must be HostTables, DeviceTables or PinnedTables")
 def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, home=HostTables.create(SPEC, sgd(0.1)))
 
