@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 import tyro
 from main import subsets
@@ -221,7 +222,9 @@ def predict(
     ids: dict[str, Any] = dict.fromkeys(sorted(examples.vocabularies), 0)
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
-            found, counts = np.asarray(step(state, plans, batch)), batch.weight > 0
+            found = np.asarray(step(state, plans, batch))
+            batch = jax.tree.map(np.asarray, batch)  # on a GPU it was sent there
+            counts = batch.weight > 0
             # Rows without labels get label 0: only the check for finite predictions matters.
             total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
             logits.append(found[counts])

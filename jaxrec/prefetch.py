@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from jaxrec.embedding import EmbeddingSpec, capacity_of, plan
+from jaxrec.embedding import EmbeddingSpec, capacity_of, checked_plan, plan, unchecked_plan
 from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.sharding import to_device
 from jaxrec.types import Batch
@@ -116,8 +116,9 @@ class PlanPrefetcher:
     Untrained batches and errors are returned to the stream in order, so that the next run over the same iterator misses
     nothing. No other thread uses the stream meanwhile.
 
-    A GPU is sent the batches and plans them (`sends`). The thread then only reads how many rows each has, before its
-    step is dispatched, so that none is trained with rows left out.
+    A GPU is sent the batches and plans them (`sends`), some steps ahead of their training. Whoever iterates then reads
+    how many rows a batch has just before its step, when that is long known: neither it nor the GPU waits, and no batch
+    is trained with rows left out.
     """
 
     def __init__(
@@ -154,7 +155,17 @@ class PlanPrefetcher:
             if pair is None:
                 return
             self._room.put(None)
-            yield pair
+            yield self._checked(*pair) if self._sends else pair
+
+    def _checked(self, batch, plans):
+        try:
+            plans = checked_plan(self._spec, batch.ids, plans)
+        except ValueError:
+            self.forget()
+            raise
+        known = self._capacity or {}
+        self._capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
+        return batch, plans
 
     def forget(self) -> None:
         """Drop the oldest batch, which was trained or refused, so that it is not returned to the stream."""
@@ -183,13 +194,15 @@ class PlanPrefetcher:
     def _plan_all(self):
         try:
             while self._enter_stream() and (taken := self._take()) is not END:
-                batch = taken
                 if self._sends:
                     check_weight(taken.weight)  # the step does not read it on a device
-                    batch = to_device(taken)
-                plans = plan(self._spec, batch.ids, self._capacity)
-                self._capacity = capacity_of(plans)
-                self._made.put(((batch, plans), None))
+                    taken = to_device(taken)
+                if self._sends and self._capacity:
+                    plans = unchecked_plan(self._spec, taken.ids, self._capacity)
+                else:
+                    plans = plan(self._spec, taken.ids, self._capacity)
+                    self._capacity = capacity_of(plans)
+                self._made.put(((taken, plans), None))
             self._made.put((None, None))
         except BaseException as error:
             self._keep(error)

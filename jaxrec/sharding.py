@@ -104,7 +104,7 @@ def _as_int32(name, ids):
         raise ValueError(
             f"ids[{name!r}] run from {low} to {high}, but ids are i32, at most {fits.max}: hash them into range."
         )
-    return ids.astype(np.int32)
+    return ids.astype(np.int32, copy=False)
 
 
 def mesh_of(tree) -> jax.sharding.Mesh:

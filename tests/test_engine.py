@@ -2,6 +2,7 @@
 
 import _thread
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -118,6 +119,13 @@ def test_batches_of_numpy_are_planned_by_a_gpu_with_equal_results(make, monkeypa
             with pytest.raises(ValueError, match=why):
                 list(engine.run([bad]))
         assert engine.step == 12 and same(bits(engine.state), grown(12))
+        # An id outside its table is raised in its place, and once; the batches around it are trained.
+        stream = iter([good, good, good._replace(ids={"item": np.array([1, 40])}), good, good])
+        seen = engine.run(stream)
+        assert [engine.step for _ in itertools.islice(seen, 2)] == [13, 14]
+        with pytest.raises(ValueError, match="1 ids of lookups"):
+            next(seen)
+        assert [engine.step for _ in engine.run(stream)] == [15, 16]
 
 
 def grown(steps):

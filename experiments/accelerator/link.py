@@ -10,6 +10,7 @@ of width 128, ids by a power law of exponent 1.05, as many rows as fit in half o
 import functools
 import os
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,15 +20,15 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from studies.oac_work import Work, turn
 from studies.reference import Job
-from studies.sides import Failed, Side
+from studies.sides import Side
 
-from accelerator.measure import Task, interval, last_line, over, words
+from accelerator.equality import equality
+from accelerator.measure import Task, interval, last_line, over
 from jaxrec.embedding import HostTables
 from jaxrec.embedding.tables import empty_parts
 from jaxrec.oac.stages import fetch_async, fetch_pinned
 
 COUNTED = 10  # measured batches of a turn
-FLAGS = {"default": "", "deterministic": "--xla_gpu_deterministic_ops=true"}
 
 
 def send_pinned(tree, placement):
@@ -68,7 +69,9 @@ EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_skip_reads", "oac_4_va
 def run(task: Task) -> None:
     """Measure part 2."""
     bandwidth(task)
-    equality(task)
+    # Whether oac is bitwise equal to sync on this device.
+    make = functools.partial(Exactness, batches=12 if task.smoke else 40)
+    equality(task, "host", make, lambda side: compare(side, EXACT[:: 3 if task.smoke else 1]))
     sizes = (64,) if task.smoke else (16384, 4096, 65536, 2048)
     ways = {name: WAYS[name] for name in (SMOKE if task.smoke else WAYS)}
 
@@ -223,9 +226,7 @@ def _made(size, add):
 class Exactness:
     """A process that trains the same batches in several ways and compares every bit with sync."""
 
-    def __init__(self, job: Job, xla_flags: str, batches: int):
-        # Before the first program.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    def __init__(self, job: Job, batches: int):
         self.work = Work(job, batches)
         self.right, _ = self._train("sync", {})
 
@@ -247,23 +248,6 @@ class Exactness:
         return {"bitwise_equal": equal, "largest_difference": worst, "stale_rows": int(stale)}
 
 
-def equality(task: Task) -> None:
-    """Check whether oac is bitwise equal to sync on this device, with both settings of XLA."""
-    job = Job("host", 5_000 if task.smoke else 200_000, 64 if task.smoke else 4096)
-    for setting, flags in FLAGS.items():
-        point = {"equality": setting, "batch": job.batch_size}
-        if task.left() < 60 and not task.smoke:
-            task.leave_out(words(point), "no time was left")
-            continue
-        side = None
-        try:
-            side = Side(functools.partial(Exactness, job, flags, 12 if task.smoke else 40))
-            figures: dict[str, Any] = {}
-            for name in EXACT[:: 3 if task.smoke else 1]:
-                figures |= {f"{name}_{key}": value for key, value in side.ask("compare", name).items()}
-            task.row(point, figures)
-        except Failed as error:
-            task.leave_out(words(point), last_line(error))
-        finally:
-            if side is not None:
-                side.close()
+def compare(side: Side, names: Iterable[str]) -> dict[str, Any]:
+    """Compare ways with sync in a process of `Exactness`."""
+    return {f"{name}_{key}": value for name in names for key, value in side.ask("compare", name).items()}

@@ -11,7 +11,6 @@ of the free memory, at most 20 GB. The rates count the bytes of rows and slots, 
 import dataclasses
 import functools
 import importlib.util
-import os
 from typing import Any
 
 import jax
@@ -19,8 +18,9 @@ import numpy as np
 from studies.reference import Job, synthetic
 from studies.sides import Failed, JaxSide, Side, TorchSide, create_tables
 
-from accelerator.link import FLAGS, memory_available
-from accelerator.measure import Task, interval, last_line, over, words
+from accelerator.equality import equality
+from accelerator.link import memory_available
+from accelerator.measure import Task, interval, last_line, over
 
 FBGEMM = ("fbgemm_uvm", "fbgemm_uvm_cached")
 STEPS = 12
@@ -30,7 +30,7 @@ EXPONENT = 1.01  # of the ids of the ten tables: 43 % of a batch's are distinct 
 
 def run(task: Task) -> None:
     """Measure point after point."""
-    equality(task)
+    equality(task, "pinned", Exactness, lambda side: side.ask("rows") | side.ask("steps"))
     batch, rows = (64, 20_000) if task.smoke else (16384, 10_000_000)
     lookups = 10 * (2_000 if task.smoke else int(min(0.5 * memory_available(), 20e9) / (10 * 4 * 128)))
     points = [{"work": "dlrm", "width": width, "batch": batch, "rows": rows} for width in (16, 128)]
@@ -110,8 +110,7 @@ def lookups_alone(job: Job):
 class Exactness:
     """A process that compares pinned tables with the host's copies and with tables on the device."""
 
-    def __init__(self, job: Job, xla_flags: str):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()  # before the first program
+    def __init__(self, job: Job):
         self.job = job
 
     def rows(self, _=None) -> dict[str, Any]:
@@ -172,18 +171,3 @@ class Exactness:
 def _same(one, other):
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
-def equality(task: Task) -> None:
-    """Compare the bits of rows and of steps, with both settings of XLA."""
-    job = Job("pinned", 5_000 if task.smoke else 200_000, 64 if task.smoke else 4096)
-    for setting, flags in FLAGS.items():
-        point, side = {"equality": setting, "batch": job.batch_size}, None
-        try:
-            side = Side(functools.partial(Exactness, job, flags))
-            task.row(point, side.ask("rows") | side.ask("steps"))
-        except Failed as error:
-            task.leave_out(words(point), last_line(error))
-        finally:
-            if side is not None:
-                side.close()

@@ -8,7 +8,16 @@ in `servers`.
 
 from jaxrec.embedding.device import DeviceTables
 from jaxrec.embedding.host import HostTables
-from jaxrec.embedding.lookup import activations, bucket, capacity_of, device_plan, host_plan, plan
+from jaxrec.embedding.lookup import (
+    activations,
+    bucket,
+    capacity_of,
+    checked_plan,
+    device_plan,
+    host_plan,
+    plan,
+    unchecked_plan,
+)
 from jaxrec.embedding.optimizers import (
     adagrad,
     ftrl,
@@ -27,7 +36,7 @@ from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
     "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "PinnedTables", "RemoteTables",
-    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "device_plan", "embedding_matrix", "ftrl",
-    "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad", "rowwise_adam", "sgd", "with_clipping",
-    "with_weight_decay",
+    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "checked_plan", "device_plan",
+    "embedding_matrix", "ftrl", "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad", "rowwise_adam",
+    "sgd", "unchecked_plan", "with_clipping", "with_weight_decay",
 ]  # fmt: skip

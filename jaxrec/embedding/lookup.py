@@ -54,16 +54,42 @@ def plan(spec: EmbeddingSpec, ids, capacity=None) -> dict[str, Plan]:
         if capacity is None:
             raise ValueError("plan under jit needs capacity={stack: U}: shapes must be static.")
         return device_plan(spec, ids, capacity)
-    on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
     if capacity is None:
         need = host_plan(spec, jax.device_get(dict(ids)))
         capacity = {name: bucket(int(1.25 * p.count.max())) for name, p in need.items()}
-    if on_device:
-        plans = _plan_on_devices(spec, dict(ids), tuple(capacity.items()), mesh_of(leaves))
-    else:
-        plans = host_plan(spec, ids, capacity)
-    _refuse_invalid(plans)
-    rows = {name: int(np.max(p.count)) for name, p in plans.items()}
+    return checked_plan(spec, ids, unchecked_plan(spec, ids, capacity))
+
+
+def unchecked_plan(spec: EmbeddingSpec, ids, capacity) -> dict[str, Plan]:
+    """Plan without reading the result, so that plans on devices are not waited for: `checked_plan` must follow.
+
+    Args:
+      spec: tables and lookups.
+      ids: {lookup: i32[B, ...]}, numpy or jax arrays.
+      capacity: {stack: U}.
+
+    Returns:
+      {stack: Plan}, which drops rows where count > U, and ids that are outside their tables.
+    """
+    leaves = jax.tree.leaves(dict(ids))
+    if any(isinstance(leaf, jax.Array) for leaf in leaves):
+        return _plan_on_devices(spec, dict(ids), tuple(capacity.items()), mesh_of(leaves))
+    return host_plan(spec, ids, capacity)
+
+
+def checked_plan(spec: EmbeddingSpec, ids, plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return plans made by `unchecked_plan` of the same ids, or, if they have dropped rows, others of more capacity.
+
+    Raises:
+      ValueError: an id outside its table.
+    """
+    for name, p in plans.items():
+        if int(p.invalid):
+            raise ValueError(
+                f"{int(p.invalid)} ids of lookups {list(p.inverse)} are outside their tables ({name}): an id runs from "
+                "0 to rows - 1, or is -1 if missing. Hash them into range or make the tables larger."
+            )
+    capacity, rows = capacity_of(plans), {name: int(np.max(p.count)) for name, p in plans.items()}
     if all(rows[name] <= capacity[name] for name in rows):
         return plans
     return plan(spec, ids, {name: max(capacity[name], bucket(rows[name])) for name in rows})
@@ -90,15 +116,6 @@ def _plan_on_devices(spec, ids, capacity, mesh):
         return device_plan(spec, ids, dict(capacity))
     planner = functools.partial(device_plan, spec, capacity=dict(capacity), sharded=True)
     return jax.shard_map(planner, mesh=mesh, in_specs=SPLIT, out_specs=plan_specs(spec.stacks))(ids)
-
-
-def _refuse_invalid(plans):
-    for name, p in plans.items():
-        if int(p.invalid):
-            raise ValueError(
-                f"{int(p.invalid)} ids of lookups {list(p.inverse)} are outside their tables ({name}): an id runs from "
-                "0 to rows - 1, or is -1 if missing. Hash them into range or make the tables larger."
-            )
 
 
 # ---- on the host
