@@ -31,7 +31,7 @@ from studies.reference import ratio
 from studies.turns import in_turns
 
 from jaxrec.data.synthetic import scaled_cardinalities
-from jaxrec.embedding import HostTables, rowwise_adagrad
+from jaxrec.embedding import rowwise_adagrad
 from jaxrec.loop import keep_memory
 from jaxrec.sharding import make_mesh
 
@@ -65,8 +65,9 @@ class Side:
             scaled_cardinalities(config.rows), make_model("dlrm", width), optax.adam(1e-3), rowwise_adagrad(0.02),
             width, flags.shards, config.seed,
         )  # fmt: skip
-        state = job.state(HostTables.create(job.spec, job.row_optimizer), config.seed, mesh)
-        self.engine = opened.enter_context(make_engine(flags, job, state, mesh, {}, 1))
+        job = job.on(mesh)
+        state = job.state("host", config.seed)
+        self.engine = opened.enter_context(make_engine(flags, job.task, state, {}, 1))
         self.hooks = Techniques(flags, self.engine).hooks
         if flags.cpr != "none":
             saved = Path(opened.enter_context(tempfile.TemporaryDirectory()))

@@ -299,7 +299,7 @@ def pool_work(config: Config, clicks: SyntheticClicks, job: ClickJob) -> Trainer
     steps = config.steps or 0
     stream = SharedStream(functools.partial(click_stream, clicks, config.batch_size or 0, steps), steps)
     params = job.init(config.seed)
-    return TrainerWork(job.spec, job.loss, job.optimizer, job.row_optimizer, params, stream, easgd())
+    return TrainerWork(job.task, params, stream, easgd())
 
 
 def kill_in_pool(run: Run, config: Config) -> dict:
@@ -318,7 +318,7 @@ def kill_in_pool(run: Run, config: Config) -> dict:
             options = config.trainers, config.servers, killed, config.seed, directory
             with trained_pool(cluster, work, *options) as (state, stats, killer):
                 stream = clicks.stream(TEST_BATCH, batches=max(4, min(50, steps // 8)), test=True)
-                auc = evaluate(state, planned(work.spec, stream), eval_step)["auc"]
+                auc = evaluate(state, planned(job.spec, stream), eval_step)["auc"]
             row = pool_figures(stats, killer, steps // config.trainers * config.trainers * batch_size)
             run.log({"arm": arm, "test_auc": auc} | row)
             results |= {f"{arm}_{key}": value for key, value in row.items()} | {f"{arm}_test_auc": auc}

@@ -92,13 +92,13 @@ class Soak:
         with tempfile.TemporaryDirectory(dir=self.above) as directory, contextlib.ExitStack() as opened:
             job = self.job
             servers = opened.enter_context(contextlib.closing(Supervisor(
-                self.cluster, job.job.spec, job.job.row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S,
-                spares=trial.spares,
+                self.cluster, job.job.spec, job.job.task.row_optimizer, SERVERS, directory=directory,
+                timeout_s=TIMEOUT_S, spares=trial.spares,
             )))  # fmt: skip
             state = job.job.state(servers.tables, job.seed)
-            engine: Any = NotingSerial(state, job.step)
+            engine: Any = NotingSerial(job.job.task, state)
             if trial.window:
-                engine = NotingPipeline(state, job.update, window=trial.window)
+                engine = NotingPipeline(job.job.task, state, window=trial.window)
             steps: list[int] = []
             with engine:
                 log = engine.enter(Log(engine))

@@ -35,6 +35,7 @@ from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 from jaxrec.shadowsync import easgd
+from jaxrec.task import Task
 
 BATCH, SERVERS, SYNC_SERVERS, TIMEOUT_S = 64, 2, 2, 15.0
 PACE_S = 0.1  # seconds per batch of a trainer, so that the run takes the given time
@@ -142,8 +143,8 @@ def soak(config: Config, run: Run, minutes: float, trainers: int, every_s: float
     instants = run.directory / "instants"
     instants.mkdir()
     work = TrainerWork(
-        SPEC, loss, optax.adam(3e-3), row_optimizer, params, Timed(Paced(steps), instants), easgd(), pace_seconds=0.2,
-        workers=2,
+        Task(SPEC, loss, optax.adam(3e-3), row_optimizer), params, Timed(Paced(steps), instants), easgd(),
+        pace_seconds=0.2, workers=2,
     )  # fmt: skip
     with Cluster() as cluster:
         servers = Supervisor(

@@ -31,6 +31,7 @@ import os
 import shutil
 import statistics
 import time
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,8 @@ from jaxrec.checkpoint import (
 )  # fmt: skip
 from jaxrec.cpr import Recovery
 from jaxrec.cpr.priority import budget_rows, mfu, ssu
-from jaxrec.embedding import HostTables, host_plan
+from jaxrec.embedding import host_plan
 from jaxrec.loop import Serial, keep_memory
-from jaxrec.step import init_state, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +92,8 @@ class SaveWork:
         rows = int(config.table_mb * 1e6 / (4 * (16 + 1)))
         of_reference = reference.Job(rows=rows, batch_size=2048, seed=config.seed)
         self.clicks, batches = reference.synthetic(of_reference)
-        self.spec, loss, params, optimizer, self.row_optimizer = reference.reference_work(of_reference)
-        self.state = init_state(params, optimizer, HostTables.create(self.spec, self.row_optimizer))
-        self.train_step = make_train_step(self.spec, loss, optimizer, self.row_optimizer)
+        self.task, params = reference.reference_work(of_reference)
+        self.spec, self.state = self.task.spec, self.task.init(params, "host")
         ((self.stack, stack),) = self.spec.stacks.items()
         self.budget = budget_rows(stack.rows_per_shard, config.fraction)
         self.directory, self.step = directory, 0
@@ -141,9 +140,9 @@ class SaveWork:
         path, times, fraction = self.fresh("recovery"), [], self.config.fraction
         total = saves * steps
 
-        def timed_step(state, plans, batch):
+        def timed_step(state, batch, plans):
             start = time.perf_counter()
-            found = jax.block_until_ready(self.train_step(state, plans, batch))
+            found = jax.block_until_ready(self.task.step(state, batch, plans))
             times.append(time.perf_counter() - start)
             return found
 
@@ -154,7 +153,8 @@ class SaveWork:
         state = self.state._replace(dense=self.state.dense._replace(step=np.int32(0)))
         numbers = [number % len(self.batches) for number in range(1, total + 1)]
         pairs = [(self.batches[at], {self.stack: self.plans[at]}) for at in numbers]
-        with Serial(state, timed_step) as engine:
+        timed: Any = types.SimpleNamespace(step=timed_step)
+        with Serial(timed, state) as engine:
             recovery = Recovery(engine, path, steps / fraction, total, scheme=mfu(), fraction=fraction)
             engine.enter(recovery)
             for _ in engine.steps(pairs, [watch]):

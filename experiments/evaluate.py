@@ -194,7 +194,7 @@ def _batch(rows, size):
     # The first of several labels is predicted. Criteo rows have one ids array, rows of a table one per lookup.
     label, ids = fill(label.reshape(number, -1)[:, 0], 0), {key: rows[key] for key in rows if key.startswith("ids")}
     ids = {key.removeprefix("ids").removeprefix(".") or "sparse": fill(array, -1) for key, array in ids.items()}
-    return Batch(ids, fill(rows["dense"], 0), label, fill(rows.get("weight", np.ones(number)).astype(np.float32), 0))
+    return Batch(ids, label, fill(rows["dense"], 0), fill(rows.get("weight", np.ones(number)).astype(np.float32), 0))
 
 
 class Predictions(NamedTuple):
@@ -222,7 +222,7 @@ def predict(
     ids: dict[str, Any] = dict.fromkeys(sorted(examples.vocabularies), 0)
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
-            found = np.asarray(step(state, plans, batch))
+            found = np.asarray(step(state, batch, plans))
             batch = jax.tree.map(np.asarray, batch)  # on a GPU it was sent there
             counts = batch.weight > 0
             # Rows without labels get label 0: only the check for finite predictions matters.

@@ -31,13 +31,12 @@ from main.cli import Flags, Run, command_line
 from studies.oac_failures import KINDS, Problem, Tally, WatchedTables, break_one, equal, equal_leaves
 from tqdm import tqdm
 
-import jaxrec
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, capacity_of, plan
 from jaxrec.oac import Pipeline
 from jaxrec.oac.ring import LastWriters
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep
-from jaxrec.step import make_update
+from jaxrec.task import Task
 from jaxrec.types import Batch, Rows, TrainState
 
 OPTIMIZER, ROW_OPTIMIZER = optax.adam(0.01), adagrad(0.05)
@@ -66,8 +65,8 @@ class Case:
     longest_delay_ms: float = 2.0
 
 
-def problem(rows: int):
-    """Spec and update of a small factorisation machine: two tables, three ids per example."""
+def problem(rows: int) -> Task:
+    """The task of a small factorisation machine: two tables, three ids per example."""
     spec = EmbeddingSpec(
         {"user": Table(rows, 8), "item": Table(rows, 8)},
         {"user": Lookup("user"), "items": Lookup(("item", "item"))},
@@ -80,13 +79,13 @@ def problem(rows: int):
         logit = batch.dense @ params["dense"] + pairs @ params["scale"]
         return optax.sigmoid_binary_cross_entropy(logit, batch.label)
 
-    return spec, make_update(spec, loss, OPTIMIZER, ROW_OPTIMIZER)
+    return Task(spec, loss, OPTIMIZER, ROW_OPTIMIZER)
 
 
-def fresh_state(spec) -> TrainState:
+def fresh_state(task: Task) -> TrainState:
     """The initial state of every run."""
     params = {"dense": jnp.zeros(4), "scale": jnp.ones(8)}
-    return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROW_OPTIMIZER))
+    return task.init(params, "host")
 
 
 def make_batches(config: Config, number: int, exponent: float, seed: int) -> list[Batch]:
@@ -101,9 +100,8 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
     return [
         Batch(
             {"user": draw(size), "items": draw(size, 2)},
-            rng.normal(size=(size, 4)).astype(np.float32),
-            rng.integers(0, 2, size).astype(np.float32),
-            np.ones(size, np.float32),
+            dense=rng.normal(size=(size, 4)).astype(np.float32),
+            label=rng.integers(0, 2, size).astype(np.float32),
         )
         for _ in range(number)
     ]
@@ -137,12 +135,13 @@ def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
     return stale
 
 
-def plain_loop(spec, update, batches, after=None):
+def plain_loop(task, batches, after=None):
     """Train without a pipeline and return (state, losses); calls `after` with the state after every step."""
-    step, state, losses, capacity = jax.jit(update, donate_argnums=0), fresh_state(spec), [], None
+    step, state = jax.jit(task.checked_update, donate_argnums=0), fresh_state(task)
+    losses, capacity = [], None
     dense, tables = state
     for batch in batches:
-        plans = plan(spec, batch.ids, capacity)
+        plans = plan(task.spec, batch.ids, capacity)
         capacity = capacity_of(plans)
         dense, rows, metrics = step(dense, tables.read(plans), plans, batch)
         tables.put(plans, rows)
@@ -162,11 +161,11 @@ def frozen(state: TrainState) -> TrainState:
 @functools.lru_cache(maxsize=8)
 def problem_to_break(seed: int, number: int = 16) -> Problem:
     """A problem with few rows and batches, and the states of the plain loop."""
-    spec, update = problem(100)
+    task = problem(100)
     batches = make_batches(Config(rows=100, batch_size=16), number, 0.5, seed)
-    states = [frozen(fresh_state(spec))]
-    plain_loop(spec, update, batches, after=lambda state: states.append(frozen(state)))
-    return Problem(lambda: fresh_state(spec), update, batches, states)
+    states = [frozen(fresh_state(task))]
+    plain_loop(task, batches, after=lambda state: states.append(frozen(state)))
+    return Problem(lambda: fresh_state(task), task, batches, states)
 
 
 def broken_runs(config: Config, until: float) -> Tally:
@@ -374,9 +373,9 @@ class WatermarkNotContiguous(NumberedPipeline):
 MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotContiguous)
 
 
-def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
+def mutants_caught(task: Task, batches, window: int) -> dict[str, bool]:
     """Run every mutant, and the unmodified pipeline as a control, with rows as late as admission allows."""
-    expected = plain_loop(spec, update, batches)
+    expected = plain_loop(task, batches)
     caught = {}
     kinds: tuple[type[Pipeline], ...] = (NumberedPipeline, *MUTANTS)
     for kind in kinds:
@@ -384,10 +383,10 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
         about_writers = kind in (UnorderedWriters, WatermarkNotContiguous)
         fetch = (lambda tree: jax.tree.map(np.asarray, tree)) if about_writers else held.fetch
         writers = 2 if kind is WatermarkNotContiguous else 1
-        state = fresh_state(spec)
+        state = fresh_state(task)
         if kind is WatermarkNotContiguous:
             state = state._replace(tables=WatchedTables.of(state.tables, before_write=held.hold_second_writer))
-        pipeline = kind(state, update, window=window, send=held.send, fetch=fetch, writers=writers)
+        pipeline = kind(task, state, window=window, send=held.send, fetch=fetch, writers=writers)
         caught[kind.__name__] = not same(train_case(pipeline, batches), expected)
     if caught.pop("NumberedPipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
@@ -396,15 +395,15 @@ def mutants_caught(spec, update, batches, window: int) -> dict[str, bool]:
 
 def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     """Compare one case of OAC with sync and with the plain loop."""
-    spec, update = problem(config.rows)
+    task = problem(config.rows)
     batches = make_batches(config, number, case.exponent, seed)
-    expected = plain_loop(spec, update, batches)
+    expected = plain_loop(task, batches)
     delayed = Delayed(case.longest_delay_ms, seed)
     threads: dict[str, Any] = {"loaders": case.threads, "fetchers": case.threads, "writers": case.threads}
     options = threads | {"send": delayed.send, "fetch": delayed.fetch}
-    sync = Pipeline(fresh_state(spec), update, mode="sync", **options)
+    sync = Pipeline(task, fresh_state(task), mode="sync", **options)
     oac = WatchedPipeline(
-        fresh_state(spec), update, mode="oac", window=case.window, validation=case.validation,
+        task, fresh_state(task), mode="oac", window=case.window, validation=case.validation,
         skip_stale_reads=case.skip, **options,
     )  # fmt: skip
     equal_sync = same(train_case(sync, batches), expected)
@@ -454,9 +453,9 @@ def main(config: Config) -> dict:
         run.log(rows[-1])
         if not rows[-1]["equal"]:
             tqdm.write(f"NOT EQUAL: {case}", file=sys.stdout)
-    spec, update = problem(100)
+    task = problem(100)
     small = dataclasses.replace(config, rows=100, batch_size=16)
-    caught = mutants_caught(spec, update, make_batches(small, 24, 0.5, config.seed), window=4)
+    caught = mutants_caught(task, make_batches(small, 24, 0.5, config.seed), window=4)
     results = {
         "bitwise_equal": all(row["equal"] for row in rows),
         "cases": len(rows),

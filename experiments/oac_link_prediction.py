@@ -24,7 +24,6 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,12 +38,12 @@ from studies.turns import in_turns
 from tqdm import tqdm
 
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.embedding.tables import initial_rows
 from jaxrec.loop import every, keep_memory
 from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, ranking_metrics
 from jaxrec.oac import Pipeline
-from jaxrec.step import init_state, make_update
+from jaxrec.task import Task
 from jaxrec.types import TrainState
 
 Mode = Literal["sync", "async", "semisync", "oac"]
@@ -107,16 +106,15 @@ def size_of(config: Config) -> Size:
 class LinkJob(NamedTuple):
     """The parts of a run, with a fresh state."""
 
-    spec: EmbeddingSpec
+    task: Task
     model: Model
     batches: TripleBatches
     steps: int
     state: TrainState
-    update: Callable
 
 
 def make_link_job(config: Config, triples: Triples) -> LinkJob:
-    """Build spec, batches, state and update from the flags."""
+    """Build task, batches and state from the flags."""
     size, model = size_of(config), MODELS[config.model]
     width = size.rank * (2 if config.model == "complex" else 1)
     spec = EmbeddingSpec(
@@ -131,13 +129,10 @@ def make_link_job(config: Config, triples: Triples) -> LinkJob:
     rate = optax.linear_schedule(config.learning_rate, 0.0, steps)
     # Adagrad with an initial accumulator of 0, as for the rows; optax.adagrad's default is 0.1.
     optimizer = optax.chain(optax.scale_by_rss(0.0, eps=1e-16), optax.scale_by_learning_rate(rate))
-    row_optimizer = adagrad(rate)
     relations = np.arange(2 * triples.relations)
     params = {"relation": initial_rows(relations, width, config.initial_scale, config.seed ^ 0x5EED)}
-    tables = HostTables.create(spec, row_optimizer)
-    state = init_state(params, optimizer, tables)
-    update = make_update(spec, make_loss(model, config.n3), optimizer, row_optimizer)
-    return LinkJob(spec, model, batches, steps, state, update)
+    task = Task(spec, make_loss(model, config.n3), optimizer, adagrad(rate))
+    return LinkJob(task, model, batches, steps, task.init(params, "host"))
 
 
 class Ranker:
@@ -158,9 +153,9 @@ class Ranker:
         """Embeddings of all entities, f32[N, E]."""
         nothing = np.zeros((0, 1), np.int32)
         ids = {"head": np.arange(self.triples.entities, dtype=np.int32), "tail": nothing, "negative": nothing}
-        plans = plan(self.job.spec, ids)
+        plans = plan(self.job.task.spec, ids)
         values = {name: rows.value for name, rows in state.tables.read(plans).items()}
-        return activations(self.job.spec, values, plans)["head"]
+        return activations(self.job.task.spec, values, plans)["head"]
 
 
 class LinkRecorder:
@@ -222,7 +217,7 @@ def rates(config: Config, triples: Triples) -> dict:
     for mode in config.modes:
         # Each pipeline donates its dense state, so each needs a copy.
         own = job.state._replace(dense=jax.tree.map(jnp.copy, job.state.dense))
-        pipelines[mode] = Pipeline(own, job.update, mode=mode, window=window_of(config, mode))
+        pipelines[mode] = Pipeline(job.task, own, mode=mode, window=window_of(config, mode))
         turn(pipelines[mode], batches, pipelines[mode].window + 2)  # compiles
     times = in_turns(turns_of(pipelines, batches, counted), config.rounds or rounds, "rates in turns")
     return compare(times, [PipelineWay(mode) for mode in config.modes], job.batches.batch_size)
@@ -237,7 +232,7 @@ def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[
     """Train and rank in one mode: (results, history)."""
     job = make_link_job(config, triples)
     ranker = Ranker(job, triples)
-    with Pipeline(job.state, job.update, mode=mode, window=window_of(config, mode)) as pipeline:
+    with Pipeline(job.task, job.state, mode=mode, window=window_of(config, mode)) as pipeline:
         recorder = LinkRecorder(run, config, job, ranker, mode, pipeline)
         hooks = [recorder.show, every(job.batches.batches_per_epoch, recorder.rank)]
         for _ in pipeline.run(job.batches.stream(0, job.steps), hooks):

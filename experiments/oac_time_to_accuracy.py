@@ -48,7 +48,8 @@ from jaxrec.loop import evaluate, every, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
 from jaxrec.oac.options import nbytes
-from jaxrec.step import init_state, make_eval_step, make_update
+from jaxrec.step import make_eval_step
+from jaxrec.task import Task
 
 CARDINALITIES = (2000, 1000, 500, 200, 100, 50, 20, 10)
 WIDTH = 8
@@ -93,8 +94,6 @@ class SkewJob:
         tables = {name: Table(n, WIDTH) for name, n in zip(fields, CARDINALITIES, strict=True)}
         self.spec = EmbeddingSpec(tables, {"sparse": Lookup(tuple(fields))}, shards=4, seed=config.seed)
         self.model = DLRM((64, WIDTH), (64, 1))
-        self.optimizer = optax.adam(config.learning_rate)
-        self.row_optimizer = adagrad(config.row_learning_rate)
 
         def predict(params, activations, batch):
             return self.model.apply(params, batch.dense, activations["sparse"])
@@ -102,7 +101,7 @@ class SkewJob:
         def loss(params, activations, batch):
             return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
 
-        self.update = make_update(self.spec, loss, self.optimizer, self.row_optimizer)
+        self.task = Task(self.spec, loss, optax.adam(config.learning_rate), adagrad(config.row_learning_rate))
         self.eval_step = make_eval_step(self.spec, predict)
 
     def fresh_state(self, seed: int):
@@ -110,8 +109,8 @@ class SkewJob:
         seed += self.config.seed
         example = jnp.zeros((1, 13)), jnp.zeros((1, len(CARDINALITIES), WIDTH))
         params = self.model.init(jax.random.key(seed), *example)
-        tables = HostTables.create(dataclasses.replace(self.spec, seed=seed), self.row_optimizer)
-        return init_state(params, self.optimizer, tables)
+        tables = HostTables.create(dataclasses.replace(self.spec, seed=seed), self.task.row_optimizer)
+        return self.task.init(params, tables)
 
     def clicks(self, exponent: float, seed: int) -> SyntheticClicks:
         """Data of a seed."""
@@ -123,7 +122,7 @@ class SkewJob:
         A batch of less skewed ids has more rows, so each skew is sent over a link of its own speed.
         """
         state = self.fresh_state(0)
-        update, dense = jax.jit(self.update, donate_argnums=0), state.dense
+        update, dense = jax.jit(self.task.checked_update, donate_argnums=0), state.dense
         batch = next(iter(self.clicks(exponent, 0).stream(self.config.batch_size, batches=1)))
         plans = plan(self.spec, batch.ids)
         rows = state.tables.read(plans)
@@ -144,7 +143,7 @@ class SkewJob:
         """A pipeline with its own tables and dense state."""
         options: dict[str, Any] = {"window": arm.window} if arm.mode in ("async", "oac") else {}
         options |= {"send": link.send, "fetch": link.fetch} if link else {}
-        return Pipeline(self.fresh_state(seed), self.update, mode=arm.mode, loaders=3, fetchers=2, **options)
+        return Pipeline(self.task, self.fresh_state(seed), mode=arm.mode, loaders=3, fetchers=2, **options)
 
     def train(self, arm: Arm, seed: int, link: EmulatedLink, target: float | None) -> list[dict]:
         """Train one arm for `steps` steps, and on to the target if there is one; return the curve of test AUC."""

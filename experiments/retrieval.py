@@ -36,12 +36,12 @@ from main.report import figures, said, scaled
 from tqdm import tqdm
 
 from jaxrec.data.synthetic import SyntheticClicks
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, embedding_matrix
 from jaxrec.loop import keep_memory
 from jaxrec.models import Side, in_batch_softmax
 from jaxrec.oac import Pipeline
 from jaxrec.ranking import gain_of_places, places_of
-from jaxrec.step import init_state, make_update
+from jaxrec.task import Task
 from jaxrec.types import Batch, TrainState
 
 Way = Literal["corrected", "plain", "oac"]
@@ -153,21 +153,15 @@ def in_batches(clicks: Clicks, size: int, epochs: int, seed: int) -> Iterator[Ba
         for first in range(0, len(order) - size + 1, size):
             mine = clicks.train[order[first : first + size]]
             ids = {"query": mine[:, [USER, PLACE]], "item": mine[:, [ITEM]]}
-            yield Batch(ids, share[mine[:, [ITEM]]], ones, ones)
+            yield Batch(ids, ones, share[mine[:, [ITEM]]])
 
 
 class Towers(NamedTuple):
-    """Spec, tower, optimizer and loss of a run."""
+    """Task and tower of a run."""
 
-    spec: EmbeddingSpec
+    task: Task
     side: Side
-    optimizer: optax.GradientTransformation
-    loss: Callable
     config: Config
-
-    def update(self) -> Callable:
-        """Return the pure step."""
-        return make_update(self.spec, self.loss, self.optimizer, adagrad(self.config.row_learning_rate))
 
     def fresh(self, seed: int) -> TrainState:
         """Return the initial state, the same for all ways of a seed."""
@@ -176,8 +170,7 @@ class Towers(NamedTuple):
             name: self.side.init(key, jnp.zeros((1, fields, width)))
             for (name, fields), key in zip((("query", 2), ("item", 1)), keys, strict=True)
         }
-        tables = HostTables.create(self.spec, adagrad(self.config.row_learning_rate))
-        return init_state(params, self.optimizer, tables)
+        return self.task.init(params, "host")
 
 
 def towers_of(config: Config, size: Size, seed: int, corrected: bool) -> Towers:
@@ -192,7 +185,8 @@ def towers_of(config: Config, size: Size, seed: int, corrected: bool) -> Towers:
         share = batch.dense[:, 0] if corrected else None
         return in_batch_softmax(query, item, batch.weight, share, batch.ids["item"][:, 0], config.temperature)
 
-    return Towers(spec, side, optax.adam(config.learning_rate), loss, config)
+    task = Task(spec, loss, optax.adam(config.learning_rate), adagrad(config.row_learning_rate))
+    return Towers(task, side, config)
 
 
 class Trained(NamedTuple):
@@ -211,7 +205,7 @@ def train(towers: Towers, clicks: Clicks, way: Way, size: Size, seed: int, asked
     """
     options: dict[str, Any] = {"mode": "oac", "window": towers.config.window} if way == "oac" else {"mode": "sync"}
     losses, batches = [], in_batches(clicks, size.batch_size, size.epochs, seed)
-    with asked.held(), Pipeline(towers.fresh(seed), towers.update(), **options) as pipeline:
+    with asked.held(), Pipeline(towers.task, towers.fresh(seed), **options) as pipeline:
         for _, metrics in asked.each(pipeline.run(batches)):
             losses.append(metrics["loss"])
     counted = pipeline.counters
@@ -248,7 +242,7 @@ def best_possible(log: SyntheticClicks, queries: np.ndarray) -> np.ndarray:
     ids[:, :, ITEM] = np.arange(items)
     ids = ids.reshape(-1, 3)
     none = np.zeros(len(ids), np.float32)
-    logit = log.teacher_logit(Batch({log.lookup: ids}, np.zeros((len(ids), 0), np.float32), none, none))
+    logit = log.teacher_logit(Batch({log.lookup: ids}, none, weight=none))
     return np.log(np.diff(ends) / (ends[-1] - ends[0])) - np.logaddexp(0, -logit.reshape(-1, items).astype(np.float64))
 
 

@@ -57,10 +57,9 @@ from tqdm import tqdm
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import scaled_cardinalities
-from jaxrec.embedding import rowwise_adagrad
+from jaxrec.embedding import DeviceTables, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory, planned
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
-from jaxrec.shadowsync.emulation import make_events
 from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
@@ -181,7 +180,6 @@ class QualityJob:
             for shards in (1, SHARDS)
         )
         self.eval_steps = {job.spec.shards: job.eval_step() for job in (self.job, self.job_at_servers)}
-        self.programs = make_events(self.job.spec, self.job.loss, optimizer, row_optimizer)
 
     def test(self, state: TrainState, seed: int) -> dict[str, float]:
         """Metrics of a state on the test data."""
@@ -192,11 +190,9 @@ class QualityJob:
     def run(self, arm: str, trainers: int, workers: int, seed: int, gap: int | None = None) -> dict[str, Any]:
         """Train and evaluate one arm of one seed; a shadow's rounds take `gap` steps, or --shadow-steps."""
         config = self.config if gap is None else dataclasses.replace(self.config, shadow_steps=gap)
-        job = self.job.of_seed(self.config.seed + seed)
-        emulation = Emulation(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(job.spec.seed), trainers, workers,
-            script_of(arm, config), job.spec.seed, self.programs,
-        )  # fmt: skip
+        job, own = self.job, self.config.seed + seed
+        tables = DeviceTables.create(dataclasses.replace(job.spec, seed=own), job.task.row_optimizer)
+        emulation = Emulation(job.task, job.init(own), trainers, workers, script_of(arm, config), own, tables)
         start = time.perf_counter()
         losses = emulation.run(self.data(seed).train(0))
         if self.config.last_rounds:
@@ -217,10 +213,10 @@ class QualityJob:
         script = script_of(arm, self.config)
         script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
         in_background = script is not None and script.latency_ticks > 0
-        job = self.job_at_servers.of_seed(self.config.seed + seed)
+        job, own = self.job_at_servers, self.config.seed + seed
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
-            job.spec, job.loss, job.optimizer, job.row_optimizer, job.init(job.spec.seed),
+            dataclasses.replace(job.task, spec=dataclasses.replace(job.spec, seed=own)), job.init(own),
             SharedStream(stream, self.data(seed).steps),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,

@@ -151,7 +151,7 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
 
 def points_of_protocol(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
     """All lines at these numbers of trainers."""
-    params = jax.eval_shape(lambda: reference_work(Job(rows=100))[2])
+    params = jax.eval_shape(lambda: reference_work(Job(rows=100))[1])
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
     sizes = sizes if config.tensors == "dlrm" else [sum(sizes) // 4] * 4
     of_two = Point("fr_easgd_5", 1, 2, step_s, 0.1, config.seed, tuple(sizes), bytes_per_s=1.0)

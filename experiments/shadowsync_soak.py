@@ -41,6 +41,7 @@ from jaxrec.shadowsync import (
     model_averaging,
     train_freely,
 )
+from jaxrec.task import Task
 from jaxrec.types import Batch
 
 SPEC = EmbeddingSpec({"item": Table(1000, 8)}, {"item": Lookup("item")})
@@ -159,7 +160,7 @@ def stream(injection: Injection, trainer: int, until: float, finished: set[int])
         if injection.is_time("stream_raises", trainer, number):
             raise injection.error
         ids = rng.integers(0, 1000, 16).astype(np.int32)
-        yield Batch({"item": ids}, np.zeros((16, 0), np.float32), np.zeros(16, np.float32), np.ones(16, np.float32))
+        yield Batch({"item": ids}, np.zeros(16, np.float32))
     finished.add(trainer)
 
 
@@ -167,6 +168,9 @@ def linear(params, activations, batch):
     """Loss f32[B], whose gradient with respect to every dense parameter is -1."""
     dense = sum(leaf.sum() for leaf in jax.tree.leaves(params))
     return -activations["item"].sum(-1) - dense
+
+
+TASK = Task(SPEC, linear, optax.sgd(RATE), sgd(RATE))
 
 
 def one_set(config: Config, case: Case) -> dict[str, Any]:
@@ -185,10 +189,7 @@ def one_set(config: Config, case: Case) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # warns of a dropped trainer
             dense, figures = train_freely(
-                SPEC,
-                linear,
-                optax.sgd(RATE),
-                sgd(RATE),
+                TASK,
                 params,
                 HostTables.create(SPEC, sgd(RATE)),
                 [stream(injection, i, until, finished) for i in range(n)],

@@ -103,16 +103,15 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     """Train to the end, or until asked to stop; return the contents of results.json."""
     data = data_of(config)
     say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
-    mesh = mesh_of(config)
-    job = make_job(config, data)
+    job = make_job(config, data).on(mesh_of(config))
     refuse(refusals(job.spec, config.group, ()))
-    initial = job.state(home.tables(job, mesh), config.seed, mesh)
-    state, image, past = resumed(run, as_saved(config, job, initial, mesh), data.vocabulary_digest)
+    initial = as_saved(config, job.task, job.state(home.tables(job.task), config.seed))
+    state, image, past = resumed(run, initial, data.vocabulary_digest)
     stretch = max(1, min(100, data.steps // config.evaluations))
-    with make_engine(config, job, state, mesh, past.extra, stretch) as engine, asked.held():
+    with make_engine(config, job.task, state, past.extra, stretch) as engine, asked.held():
         techniques = Techniques(config, engine)
         recorder = Recorder(
-            run, data, job.spec, job.eval_step(mesh), engine.step, past, asked, config.evaluations, config.group
+            run, data, job.spec, job.eval_step(), engine.step, past, asked, config.evaluations, config.group
         )
         lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
         home.watch(engine)

@@ -7,9 +7,9 @@ A training step is plan -> read -> update -> put:
     dense, rows, metrics = update(...)    pure: loss, gradients, optax, and a row optimizer
     tables = tables.put(plans, rows)      store the updated rows
 
-`make_train_step` combines all four in one function; its docstring trains a whole model. `Serial` and `train` run it
-over batches with hooks, `fit` folds it over planned batches, and `evaluate` computes AUC and log loss. Three techniques
-build on it, each usable alone or with the others; `help` of each package says what to read first:
+`Task.step` is all four; the docstring of `Task` trains a whole model. `Serial` and `train` run it over batches with
+hooks, `fit` folds it over planned batches, and `evaluate` computes AUC and log loss. Three techniques build on it, each
+usable alone or with the others; `help` of each package says what to read first:
 
     jaxrec.oac          overlap batches over `HostTables`, with the results of serial training: `Pipeline`
     jaxrec.shadowsync   average replicas of the dense network in the background: `SyncGroup`
@@ -40,8 +40,9 @@ from jaxrec.engine import Engine
 from jaxrec.loop import Serial, evaluate, every, fit, planned, train
 from jaxrec.models import DLRM, DCNv2
 from jaxrec.sharding import make_mesh, to_device
-from jaxrec.step import check_step, init_state, make_eval_step, make_train_step, make_update, run_hooks, update
+from jaxrec.step import make_eval_step, run_hooks, update
 from jaxrec.table_use import BrokenEngine
+from jaxrec.task import Task, check_step
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
 from jaxrec.xla import avoid_faults
 
@@ -52,8 +53,6 @@ __version__ = "0.1.0"
 __all__ = [
     "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables",
     "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables",
-    "TrainState", "activations", "adagrad", "check_step", "evaluate", "every", "fit", "init_state", "make_eval_step",
-    "make_mesh",
-    "make_train_step", "make_update", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train",
-    "update",
+    "Task", "TrainState", "activations", "adagrad", "check_step", "evaluate", "every", "fit", "make_eval_step",
+    "make_mesh", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train", "update",
 ]  # fmt: skip

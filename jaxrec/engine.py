@@ -25,8 +25,9 @@ from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.step import run_hooks
 from jaxrec.table_use import BrokenEngine, TableUse
+from jaxrec.task import Task
 from jaxrec.types import Batch, ShardsLost, TrainState
-from jaxrec.validate import check_not_donated, check_takes, donated
+from jaxrec.validate import check_not_donated, donated
 
 
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
@@ -468,33 +469,31 @@ class Serial(Engine):
     Batches of numpy arrays are planned on the host, or, if one GPU reads the rows itself, sent to it and planned there;
     batches of JAX arrays on their devices. Results are equal.
 
-        with Serial(state, train_step) as engine:
+        with Serial(task, task.init(params)) as engine:
             for state, metrics in engine.run(batches, hooks=[...]): ...
         state = engine.state
 
     Args:
+      task: Task, or anything else with its `step`.
       state: TrainState; it is donated.
-      train_step: (state, plans, batch) -> state', metrics, as from `make_train_step`.
       capacity: initial {stack: U} of the plans: `capacity_of` the last plans, to resume a run bitwise.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
-    >>> from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
+    >>> from jaxrec import EmbeddingSpec, Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
     >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
-    >>> state = jaxrec.init_state(jnp.zeros(()), optax.sgd(0.1), DeviceTables.create(spec, sgd(0.1)))
-    >>> ones = np.ones(2, np.float32)
-    >>> batches = [jaxrec.Batch({'item': np.array([k, 8])}, np.zeros((2, 0)), ones, ones) for k in range(5)]
-    >>> with Serial(state, jaxrec.make_train_step(spec, loss, optax.sgd(0.1), sgd(0.1))) as engine:
+    >>> task = jaxrec.Task(spec, loss, optax.sgd(0.1), sgd(0.1))
+    >>> batches = [jaxrec.Batch({'item': np.array([k, 8])}, np.ones(2, np.float32)) for k in range(5)]
+    >>> with Serial(task, task.init(jnp.zeros(()))) as engine:
     ...     losses = [float(metrics['loss']) for state, metrics in engine.run(batches)]
     >>> engine.step, losses[-1] < losses[0]
     (5, True)
     """
 
-    def __init__(self, state: TrainState, train_step: Callable, capacity: Mapping[str, int] | None = None):
+    def __init__(self, task: Task, state: TrainState, capacity: Mapping[str, int] | None = None):
         super().__init__()
         check_not_donated(state)
-        check_takes(train_step, "train step", "state", "plans", "batch")
-        self._state, self._train_step, self._capacity = state, train_step, capacity
+        self._state, self._task, self._capacity = state, task, capacity
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
         self._use: TableUse | None = None  # of the last run, if the tables are written in place
@@ -577,7 +576,7 @@ class Serial(Engine):
         if self._use:
             self._use.mark_at(self.step)
         try:
-            done = self._train_step(self._state, plans, batch)
+            done = self._task.step(self._state, batch, plans)
         except ShardsLost as lost:
             self._lost_shards.update(lost.shards)
             if lost.done is None:

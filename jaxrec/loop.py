@@ -13,6 +13,7 @@ from jaxrec import metrics
 from jaxrec.bounds import whole_number
 from jaxrec.engine import Engine, Serial
 from jaxrec.prefetch import in_pairs, planned
+from jaxrec.task import Task
 from jaxrec.types import Batch, RolledBack, TrainState
 
 __all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
@@ -65,17 +66,17 @@ def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Seque
 
 
 def fit(
-    state,
+    task: Task,
+    state: TrainState,
     batches: Iterable[tuple],
-    train_step: Callable,
     hooks: Sequence[Callable] = (),
 ):
     """Train on all batches: a fold of the step and the hooks over the state.
 
     Args:
+      task: Task, or anything else with its `step`.
       state: TrainState; it is donated, use the returned one.
       batches: (Batch, {stack: Plan}) pairs, as from `planned`.
-      train_step: (state, plans, batch) -> state', metrics.
       hooks: (state, step, plans, metrics) -> state, called in order after every step.
 
     Returns:
@@ -86,7 +87,7 @@ def fit(
       ValueError: as the step.
     """
     # No `with` block: the engine has no watchers to leave.
-    engine = Serial(state, train_step)
+    engine = Serial(task, state)
     for _ in engine.steps(batches, hooks):
         pass
     return engine.state
@@ -108,7 +109,7 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
     Args:
       state: TrainState.
       batches: (Batch, {stack: Plan}) pairs.
-      eval_step: (state, plans, batch) -> logit f32[B].
+      eval_step: (state, batch, plans) -> logit f32[B].
 
     Returns:
       auc, log_loss, normalized_entropy, calibration, label_mean, examples: see `metrics.summarize`.
@@ -120,7 +121,7 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
     # Merged sums instead of a list of logits: an evaluation needs no more memory than one batch.
     total = metrics.empty_evaluation()
     for number, (batch, plans) in enumerate(in_pairs(batches)):
-        logit = np.asarray(eval_step(state, plans, batch))
+        logit = np.asarray(eval_step(state, batch, plans))
         try:
             total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))
         except FloatingPointError as error:

@@ -69,7 +69,7 @@ def put_on_mesh(tree, mesh, spec):
     return jax.device_put(tree, NamedSharding(as_mesh(mesh), spec))
 
 
-BATCH = Batch(ids=SPLIT, dense=SPLIT, label=SPLIT, weight=SPLIT)
+BATCH = Batch(ids=SPLIT, label=SPLIT, dense=SPLIT, weight=SPLIT)
 
 
 def to_device(batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Batch:
@@ -85,8 +85,7 @@ def to_device(batch: Batch, mesh: jax.sharding.Mesh | None = None) -> Batch:
     Raises:
       ValueError: an id does not fit i32; `jax.device_put` would cut it to another one.
 
-    >>> ids, one = np.array([2**32 + 5]), np.ones(1, np.float32)
-    >>> to_device(Batch({"user": ids}, np.zeros((1, 0), np.float32), one, one))
+    >>> to_device(Batch({"user": np.array([2**32 + 5])}, np.ones(1, np.float32)))
     Traceback (most recent call last):
         ...
     ValueError: ids['user'] run from 0 to 4294967301, but ids are i32, at most 2147483647: hash them into range.

@@ -7,18 +7,51 @@ shards, U padded unique rows per shard, V rows of a stack, K width of a slot, R 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 # jax.Array or np.ndarray, or a dict of them; a PartitionSpec in trees that describe a placement on the mesh.
 Array = Any
 PyTree = Any
 
 
-class Batch(NamedTuple):
-    """A batch of examples; one of weight 0 is padding and updates nothing, even if its label or features are NaN."""
+class _BatchFields(NamedTuple):
+    ids: Array
+    label: Array
+    dense: Array
+    weight: Array
 
-    ids: Array  # {lookup: i32[B, ...]}, -1 for missing ids
-    dense: Array  # f32[B, N]
-    label: Array  # f32[B], or f32[B, ...] for several labels
-    weight: Array  # f32[B]
+
+class Batch(_BatchFields):
+    """A batch of examples; one of weight 0 is padding and updates nothing, even if its label or features are NaN.
+
+    Args:
+      ids: {lookup: i32[B, ...]}, -1 for missing ids.
+      label: f32[B], or f32[B, ...] for several labels.
+      dense: f32[B, N]; f32[B, 0] if not given.
+      weight: f32[B]; 1 each if not given.
+
+    >>> Batch({"item": np.array([7, 8])}, np.array([0.0, 1.0])).weight.tolist()
+    [1.0, 1.0]
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, ids: Array, label: Array, dense: Array = None, weight: Array = None) -> "Batch":
+        """Fill in what is not given."""
+        size = np.shape(label)[:1]
+        dense = np.zeros((*size, 0), np.float32) if dense is None else dense
+        weight = np.ones(size, np.float32) if weight is None else weight
+        return super().__new__(cls, ids, label, dense, weight)
+
+
+# By `_make`, which fills in nothing: trees of batches may have any leaves, also None.
+jax.tree_util.register_pytree_with_keys(
+    Batch,
+    lambda batch: (tuple(zip(map(jax.tree_util.GetAttrKey, Batch._fields), batch, strict=True)), None),
+    lambda _, leaves: Batch._make(leaves),
+    lambda batch: (tuple(batch), None),
+)
 
 
 class Plan(NamedTuple):

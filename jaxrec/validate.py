@@ -7,7 +7,6 @@ compiled shape. Objects of a wrong type are not checked: Python's error names th
 Legend: B batch, S shards, U padded unique rows per shard, E embedding width, R replicas.
 """
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,20 +43,9 @@ def check_not_donated(state: TrainState) -> None:
     if donated(state):
         raise ValueError(
             "this state was donated to an earlier step and is gone: go on with the state that the "
-            "step returned (`state, metrics = step(state, plans, batch)`), and copy what you need "
+            "step returned (`state, metrics = task.step(state, batch)`), and copy what you need "
             "to keep."
         )
-
-
-def check_takes(function: Any, what: str, *arguments: str) -> None:
-    """Refuse a function that does not take these arguments, such as a train step where an update is expected."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        raise ValueError(
-            f"{getattr(function, '__qualname__', type(function).__name__)} is no {what}: a function of "
-            f"({', '.join(arguments)}) is expected, as from make_{what.replace(' ', '_')}."
-        ) from None
 
 
 def check_params(params: Any) -> None:
@@ -86,9 +74,7 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
     """Refuse a batch that has invalid weights or does not match the lookups or the plans."""
     check_weight(batch.weight)
     if batch.label is None or batch.dense is None:
-        raise ValueError(
-            "label and dense of a batch are arrays: give np.zeros((B, 0), np.float32) where there is none."
-        )
+        raise ValueError("label and dense of a batch are arrays: Batch(ids, label) has no dense features.")
     for name in ("dense", "label"):
         for leaf in jax.tree.leaves(getattr(batch, name)):
             dtype = getattr(leaf, "dtype", np.dtype(object))  # a Python number, leaf of a list
@@ -159,14 +145,14 @@ def check_dense(dense, optimizer, replicas: int) -> None:
     if found:
         raise ValueError(
             f"leaves of the dense state have a first axis of {sorted(found)}, but the step's mesh "
-            f"has {replicas} replicas: give the same mesh to `init_state` and to the step."
+            f"has {replicas} replicas: make the state by `task.init`."
         )
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dense.params)
     wanted, found = (jax.tree.structure(tree) for tree in (jax.eval_shape(optimizer.init, one), dense.opt_state))
     if found != wanted:  # by structure, as named tuples of different types compare equal
         raise ValueError(
             f"the optimizer state is {found!s:.300}, but the step's optimizer wants {wanted!s:.300}: give the same "
-            "optax transformation to `init_state` and to the step."
+            "optax transformation to the task, which makes the state by `init`."
         )
 
 
@@ -193,3 +179,25 @@ def check_rows(spec: EmbeddingSpec, rows: Mapping, row_optimizer: RowOptimizer |
                 f"the tables have slots {slots} in {name!r}, but the step's row optimizer wants {widths}: give tables "
                 "and step the same row optimizer."
             )
+
+
+def check_updated(given: tuple[Any, Mapping], found: Any) -> None:
+    """Refuse the result of an update that changes shapes or dtypes of (dense, rows), before anything is donated."""
+    dense, rows, metrics = found
+    if not isinstance(metrics, dict):
+        raise ValueError(
+            f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is expected."
+        )
+    for what, before, after in [("dense state", given[0], dense), ("rows", given[1], rows)]:
+        check_same_shapes(before, after, f"the update changes the shapes of the {what}")
+
+
+def check_same_shapes(before: Any, after: Any, what: str) -> None:
+    """Refuse a dense state, or rows, of other shapes or dtypes; the message begins with `what`."""
+    if after is not before and shapes_of(after) != shapes_of(before):
+        raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
+
+
+def shapes_of(tree: Any) -> Any:
+    """Return the shape and dtype of every leaf."""
+    return jax.tree.map(lambda leaf: (np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))), tree)

@@ -6,7 +6,7 @@ import shutil
 import jax
 import pytest
 
-from jaxrec.embedding import DeviceTables, HostTables, PinnedTables, native
+from jaxrec.embedding import PinnedTables, create_tables, native
 from jaxrec.sharding import SPLIT
 
 _THREADS = 37  # as many play on a CPU as one launch has, a number that divides nothing
@@ -20,14 +20,12 @@ def needs_compiler():
 
 def tables_in(home, spec, row_optimizer, mesh=None):
     """Create tables in a home: host, device, pinned, or programs (pinned rows that only programs read and put)."""
-    if home == "host":
-        return HostTables.create(spec, row_optimizer)
-    if home == "device":
-        return DeviceTables.create(spec, row_optimizer, mesh)
-    needs_compiler()
-    native.load(jax.devices()[0]).jaxrec_play(_THREADS, 5)
-    kind = {"pinned": PinnedTables, "programs": ByPrograms}[home]
-    return kind.create(spec, row_optimizer, mesh)
+    if home in ("pinned", "programs"):
+        needs_compiler()
+        native.load(jax.devices()[0]).jaxrec_play(_THREADS, 5)
+    if home == "programs":
+        return ByPrograms.create(spec, row_optimizer, mesh)
+    return create_tables(home, spec, row_optimizer, mesh)
 
 
 class ByPrograms(PinnedTables):

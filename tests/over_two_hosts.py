@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from test_engine import ROWS, SPEC, UPDATE, batch_at, bits, fresh, plain, same
+from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, LENGTH, run, serially
 
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
@@ -23,7 +23,7 @@ AT = 10
 
 def undisturbed(servers):
     """Addresses of the servers, and whether an undisturbed run equals host tables bit for bit."""
-    with Pipeline(fresh("host")._replace(tables=servers.tables), UPDATE, window=3) as engine:
+    with Pipeline(TASK, fresh("host")._replace(tables=servers.tables), window=3) as engine:
         losses = [float(metrics["loss"]) for _, metrics in engine.run(map(batch_at, range(LENGTH)))]
         found = {
             "addresses": [server.address for server in servers.in_use],

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 
-from test_oac import SPEC, make_batches, make_state, same, states_of, update_of
+from test_oac import SPEC, make_batches, make_state, same, states_of, task_of
 from world import no_threads_left
 
 from jaxrec.oac import Pipeline
@@ -78,13 +78,13 @@ def main(seed: int, rounds: int) -> None:
     """Prints {"rounds", "interrupted", "wrong"}."""
     rng, states = random.Random(seed), states_of(BATCHES)
     counts = {"rounds": rounds, "interrupted": 0, "wrong": 0}
-    train(Pipeline(make_state(), update_of(SPEC), window=3), iter(BATCHES))  # compiles
+    train(Pipeline(task_of(SPEC), make_state(), window=3), iter(BATCHES))  # compiles
     start = time.perf_counter()
-    train(Pipeline(make_state(), update_of(SPEC), window=3), iter(BATCHES))
+    train(Pipeline(task_of(SPEC), make_state(), window=3), iter(BATCHES))
     longest = time.perf_counter() - start
     signal.signal(signal.SIGINT, on_signal)
     for number in range(rounds):
-        pipeline = Pipeline(make_state(), update_of(SPEC), **OPTIONS[number % len(OPTIONS)])
+        pipeline = Pipeline(task_of(SPEC), make_state(), **OPTIONS[number % len(OPTIONS)])
         stream = iter(BATCHES)
         delays = [rng.uniform(0, longest)] + [rng.choice([0, 1e-4, 3e-3]) for _ in range(rng.choice([0, 0, 1, 3]))]
         counts["interrupted"] += interrupted(pipeline, stream, delays)

@@ -420,10 +420,6 @@ def test_every_pytorch_variant_has_our_losses_from_our_initial_values(model, hot
     from studies import torch_dlrm
     from studies.reference import Job, in_bags, reference_work, synthetic
 
-    from jaxrec.embedding import HostTables, plan
-    from jaxrec.sharding import make_mesh
-    from jaxrec.step import init_state, make_train_step
-
     job = Job(rows=2_000, batch_size=64, model=model, hots=hots, hots_scale=0.1)
     batches, steps = synthetic(job, 3)[1], 12
     work = torch_dlrm.TorchWork(job.cardinalities, job.width, batches, model, field_hots=job.field_hots)
@@ -433,14 +429,12 @@ def test_every_pytorch_variant_has_our_losses_from_our_initial_values(model, hot
     monkeypatch.setattr(torch.nn.EmbeddingBag, "reset_parameters", lambda bag: torch.nn.init.zeros_(bag.weight))
     monkeypatch.setattr(torch, "randn", torch.zeros)
 
-    spec, loss, params, optimizer, rows = reference_work(job)
-    tables = {name: dataclasses.replace(table, scale=0.0) for name, table in spec.tables.items()}
-    spec, mesh = dataclasses.replace(spec, tables=tables), make_mesh()
-    state = init_state(from_pytorch(params, initial), optimizer, HostTables.create(spec, rows), mesh)
-    step, ours = make_train_step(spec, loss, optimizer, rows, mesh), []
+    task, params = reference_work(job)
+    tables = {name: dataclasses.replace(table, scale=0.0) for name, table in task.spec.tables.items()}
+    task = dataclasses.replace(task, spec=dataclasses.replace(task.spec, tables=tables))
+    state, ours = task.init(from_pytorch(params, initial), "host"), []
     for i in range(steps):
-        batch = in_bags(job, spec, batches[i % 3])
-        state, metrics = step(state, plan(spec, batch.ids), batch)
+        state, metrics = task.step(state, in_bags(job, task.spec, batches[i % 3]))
         ours.append(float(metrics["loss"]))
     assert ours[-1] < ours[0]
 
@@ -462,7 +456,7 @@ def test_pytorch_is_given_the_bags_that_jaxrec_is_given():
     job = Job(rows=500, batch_size=3, hots="mlperf", hots_scale=0.2)
     (batch,) = synthetic(job, 1)[1]
     work = torch_dlrm.TorchWork(job.cardinalities, job.width, [batch], field_hots=job.field_hots)
-    bags = in_bags(job, reference_work(job)[0], batch).ids
+    bags = in_bags(job, reference_work(job)[0].spec, batch).ids
     bags = {field: ids.reshape(3, -1) for field, ids in bags.items()}
     starts, ids = work.bag_starts.tolist(), (batch.ids["sparse"] + work.stacked_offsets).reshape(-1)
     found = [part.tolist() for part in np.split(ids, starts[1:])]

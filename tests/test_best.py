@@ -10,11 +10,10 @@ import pytest
 from kills import kill_at_call, was_killed
 from main import saving
 from main.saving import Best
-from test_engine import DENSE, ROWS, SPEC, STEP, batch_at, bits, fresh, plain, same
+from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 
-import jaxrec
 from jaxrec.checkpoint import images, read_manifest
-from jaxrec.embedding import HostTables, plan
+from jaxrec.embedding import HostTables
 from jaxrec.files import PARTIAL
 
 RUN = "a" * 16
@@ -29,7 +28,7 @@ def state_at(step, home="host"):
     """The state after some steps, all rows trained."""
     state = fresh(home)
     for index in range(step):
-        state, _ = STEP(state, plan(SPEC, batch_at(index).ids), batch_at(index))
+        state, _ = TASK.step(state, batch_at(index))
     return state
 
 
@@ -69,10 +68,10 @@ RISING, FALLING = [0.5, 0.7, math.nan, 0.7, 0.6, 0.8, 0.75], [0.7, 0.5, math.nan
 def test_the_best_state_comes_back_bit_for_bit_and_is_written_when_it_improves_alone(
     tmp_path, written, home, metric, values
 ):
-    mapped = jaxrec.init_state({"w": np.ones(4)}, DENSE, HostTables.create(SPEC, ROWS, tmp_path / "tables"))
+    mapped = TASK.init({"w": np.ones(4)}, HostTables.create(SPEC, ROWS, tmp_path / "tables"))
     state, best = mapped if home == "mapped" else fresh(home), best_of(tmp_path, metric)
     for step, value in enumerate(values, 1):
-        state, _ = STEP(state, plan(SPEC, batch_at(step - 1).ids), batch_at(step - 1))
+        state, _ = TASK.step(state, batch_at(step - 1))
         before = bits(state)
         best.offer(state, row_at(step, value, metric))
         assert same(bits(state), before)

@@ -43,6 +43,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.files import write_json
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
+from jaxrec.step import init_dense
 
 OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
 SLOTS_ALIKE = ("sgd", "adagrad")  # saved and restored as those of rowwise_adagrad
@@ -58,7 +59,7 @@ def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7
     mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), OPTIMIZERS[optimizer]
     tables = tables_in(home, spec, rows, mesh)
     params = {"kernel": jnp.zeros(dense), "bias": jnp.zeros(3), "empty": jnp.zeros((0, 2))}
-    state = jaxrec.init_state(params, optax.adam(0.1), tables, mesh)
+    state = jaxrec.TrainState(init_dense(params, optax.adam(0.1), mesh), tables)
     if seed is None:
         return state
     rng = np.random.default_rng(seed)
@@ -439,14 +440,17 @@ def loss(params, activations, batch):
     return (activations["item"].sum(-1) + params["bias"] - batch.label) ** 2
 
 
+TASK = jaxrec.Task(SPEC, loss, DENSE, ROWS)
+
+
 def batch(index):
     draw = np.random.default_rng(index)
     ids = {"item": draw.integers(0, 12, 4).astype(np.int32)}
-    return jaxrec.Batch(ids, np.zeros((4, 0), np.float32), draw.random(4, np.float32), np.ones(4, np.float32))
+    return jaxrec.Batch(ids, draw.random(4, np.float32))
 
 
 def fresh(home):
-    return jaxrec.init_state({"bias": jnp.zeros(())}, DENSE, tables_in(home, SPEC, ROWS))
+    return TASK.init({"bias": jnp.zeros(())}, tables_in(home, SPEC, ROWS))
 
 
 def found(state):
@@ -477,8 +481,8 @@ def test_a_shard_of_it_comes_back_alone(old_run, home):
 
 
 @pytest.mark.parametrize("engine_of", [
-    lambda state: Serial(state, jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)),
-    lambda state: Pipeline(state, jaxrec.make_update(SPEC, loss, DENSE, ROWS), window=2),
+    lambda state: Serial(TASK, state),
+    lambda state: Pipeline(TASK, state, window=2),
 ], ids=["serial", "pipeline"])  # fmt: skip
 def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
     state, image = restore(old_run, fresh("host"))
@@ -514,7 +518,7 @@ def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and
         lambda: restore(old_run, fresh("host")),
         lambda: restore(images(old_run)[0], fresh("host")),
         lambda: restore_shards(deltas(old_run)[0], fresh("host").tables, [0]),
-        lambda: Recovery(Serial(fresh("host"), print), old_run, 4, 20).__enter__(),
+        lambda: Recovery(Serial(TASK, fresh("host")), old_run, 4, 20).__enter__(),
     ):
         with pytest.raises(ValueError, match=f"{told}, and this version of jaxrec reads format 2: go on with"):
             act()

@@ -20,14 +20,12 @@ from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
 from trained_run import criteo_lines, write_lines
 
-import jaxrec
 from jaxrec.data.criteo import open_split, prepare
 from jaxrec.data.loader import Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.data.tabular import AtRandom, Categorical, Dense, MultiHot, Schema, Sequence
 from jaxrec.data.tabular import prepare as prepare_table
-from jaxrec.embedding import HostTables, rowwise_adagrad, sgd
-from jaxrec.loop import planned
+from jaxrec.embedding import rowwise_adagrad, sgd
 
 LINES, TRAINED = 240, 200
 CARDINALITIES = (30, 20, 10)
@@ -344,14 +342,6 @@ def test_less_than_one_batch_is_refused(directory, flags):
         click_data.criteo_clicks(directory, **flags)
 
 
-def test_a_job_of_another_seed_differs_in_its_initial_rows_alone():
-    job = small_job()
-    other = job.of_seed(7)
-    assert other[1:] == job[1:] and other.spec == small_job(seed=7).spec
-    a, b = (HostTables.create(each.spec, each.row_optimizer).shards["width_4"][0]["value"] for each in (job, other))
-    assert not np.array_equal(a, b)
-
-
 def test_an_unknown_model_is_refused():
     with pytest.raises(
         ValueError, match="model='dcn' must be one of dlrm, dcnv2, dcnv2_mlperf, small_dlrm, lr, fm, dnn, "
@@ -362,16 +352,16 @@ def test_an_unknown_model_is_refused():
 @pytest.mark.parametrize("hots", ["one", "mlperf"])
 def test_the_reference_work_trains_with_bags_of_mlperfs_sizes_and_without(hots):
     job = Job(rows=2_000, batch_size=32, hots=hots, hots_scale=0.5)
-    spec, loss, params, optimizer, rows = reference_work(job)
+    task, params = reference_work(job)
+    spec = task.spec
     batches = [in_bags(job, spec, batch) for batch in synthetic(job, 2)[1]]
     shapes = {name: spec.lookups[name].hots for name in spec.lookups}
     sizes = [max(1, round(size / 2)) for size in MLPERF_HOTS]
     assert list(shapes.values()) == (sizes if hots == "mlperf" else [1]) and sum(MLPERF_HOTS) == 214
     assert {name: len(spec.columns_of(name)[1]) for name in shapes} == dict.fromkeys(shapes, 26 if hots == "one" else 1)
-    state = jaxrec.init_state(params, optimizer, HostTables.create(spec, rows))
-    step, losses = jaxrec.make_train_step(spec, loss, optimizer, rows), []
+    state, losses = task.init(params, "host"), []
     for batch in batches * 10:
-        state, metrics = step(state, jaxrec.plan(spec, batch.ids), batch)
+        state, metrics = task.step(state, batch)
         losses.append(float(metrics["loss"]))
     assert np.mean(losses[-2:]) < np.mean(losses[:2])
 
@@ -413,9 +403,7 @@ def flags(directory, **others):
 def test_every_model_trains_on_every_kind_of_table(prepared, kind, name):
     data = table_data.tabular_data(flags(prepared / kind))
     job = table_data.table_job(data.table, make_model(name, 4), optax.sgd(0.1), sgd(0.1), 4, 2)
-    state, step = job.state(HostTables.create(job.spec, job.row_optimizer), 0), job.train_step()
-    batch, plans = next(iter(planned(job.spec, data.train(0))))
-    _, metrics = step(state, plans, batch)
+    _, metrics = job.task.step(job.state("host", 0), next(data.train(0)))
     assert jnp.isfinite(metrics["loss"])
 
 

@@ -23,7 +23,7 @@ import pytest
 from studies import server_kills
 from studies.server_kills import Killing
 from studies.watching import Process, command_of, differences, processes_below
-from test_engine import ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 
 from jaxrec.checkpoint import Checkpointer, images, newest, read_manifest, restore
@@ -102,7 +102,7 @@ def test_a_run_over_two_processes_has_the_bits_of_host_tables(make, start):
 
 def test_an_image_that_servers_have_written_is_restored_into_others_and_into_host_tables(start, tmp_path):
     state = fresh("host")._replace(tables=start(2, directory=tmp_path).tables)
-    with Serial(state, STEP) as engine:
+    with Serial(TASK, state) as engine:
         list(engine.run(map(batch_at, range(EVERY))))
     wanted = bits(engine.state)
     with Checkpointer(tmp_path, copy="shards") as checkpointer:
@@ -190,7 +190,7 @@ def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_th
             assert servers.tables.lost == (1, 3)
         return state
 
-    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+    with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
         engine.enter(servers)
         recovery = engine.enter(Recovery(engine, tmp_path / "found", EVERY, LENGTH, failures=also))
         list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
@@ -211,7 +211,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
     (dead,), before = servers.spares, servers.processes[0]
     os.kill(dead, signal.SIGKILL)  # a dead spare is skipped
     until(lambda: not is_alive(dead))
-    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+    with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
         engine.enter(servers)
         recovery = engine.enter(Recovery(engine, tmp_path / "again", EVERY, LENGTH))
         kill(servers, 0)
@@ -237,7 +237,7 @@ def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, t
 
 def test_who_is_not_watched_ends_with_the_name_of_the_server(start):
     servers = start()
-    with Serial(fresh("host")._replace(tables=servers.tables), STEP) as engine:
+    with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
         kill(servers, 1)
         with pytest.raises(ShardsLost, match="no watcher restores them"):
             list(engine.run(map(batch_at, range(3))))
@@ -264,7 +264,7 @@ def test_one_death_too_many_ends_the_run_and_says_so(start, tmp_path):
 def test_full_recovery_over_servers_that_are_killed_ends_as_a_run_without_failures(start, killing, tmp_path):
     servers = start()
     killing(servers, "put", 15)
-    with Pipeline(fresh("host")._replace(tables=servers.tables), UPDATE, window=3) as engine:
+    with Pipeline(TASK, fresh("host")._replace(tables=servers.tables), window=3) as engine:
         engine.enter(servers)
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
         train(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])

@@ -10,7 +10,7 @@ from main import table_data
 from main.click_data import make_model
 
 import jaxrec
-from jaxrec.embedding import DeviceTables, adagrad
+from jaxrec.embedding import adagrad
 from jaxrec.metrics import exact_auc
 from jaxrec.models import DIN, DNN
 from jaxrec.types import Batch
@@ -35,7 +35,7 @@ def batch_of(seed, size=256):
     user, tags = rng.integers(0, 9, size), rng.integers(-1, 5, (size, 2))
     ids = {"sparse": np.stack([user, item], 1), "seen": seen, "tags": tags}
     ids = {name: array.astype(np.int32) for name, array in ids.items()}
-    return Batch(ids, np.zeros((size, 0), np.float32), label, np.ones_like(label))
+    return Batch(ids, label)
 
 
 def job_of(model):
@@ -44,10 +44,10 @@ def job_of(model):
 
 def auc_of(model, steps=250):
     job = job_of(model)
-    with jaxrec.Serial(job.state(DeviceTables.create(job.spec, job.row_optimizer), 0), job.train_step()) as engine:
+    with jaxrec.Serial(job.task, job.state("device", 0)) as engine:
         state = jaxrec.train(engine, lambda first: map(batch_of, range(first, steps)))
         test = batch_of(10**6, 2000)
-        return exact_auc(job.eval_step()(state, jaxrec.plan(job.spec, test.ids), test), test.label)
+        return exact_auc(job.eval_step()(state, test), test.label)
 
 
 @pytest.mark.slow
@@ -59,8 +59,8 @@ def test_a_history_is_weighed_by_its_candidate():
 
 def test_what_is_missing_in_a_history_does_not_count():
     job, batch = job_of(DIN((16,), (8,))), batch_of(0)
-    state = job.state(DeviceTables.create(job.spec, job.row_optimizer), 0)
-    logit = lambda batch: np.asarray(job.eval_step()(state, jaxrec.plan(job.spec, batch.ids), batch))
+    state = job.state("device", 0)
+    logit = lambda batch: np.asarray(job.eval_step()(state, batch))
     shorter = np.pad(batch.ids["seen"], ((0, 0), (0, 3)), constant_values=-1)
     padded = batch._replace(ids=batch.ids | {"seen": shorter})
     np.testing.assert_allclose(logit(padded), logit(batch), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """The emulation of many trainers: one is plain training, a script follows the rules, the order is seeded."""
 
 import contextlib
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 from meetings import InOrder
 from world import batch_of, loss
 
-from jaxrec import init_state, make_train_step
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
+from jaxrec import Task
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, sgd
 from jaxrec.shadowsync import (
     ALL_REDUCE,
     AllToAll,
@@ -27,6 +28,7 @@ from jaxrec.shadowsync import (
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
 PARAMS = {"w": jnp.ones(4)}
+TASK = Task(SPEC, loss, optax.sgd(0.1), sgd(0.1))
 close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -37,9 +39,8 @@ def batches(number, seed=0, size=8):
         yield batch_of({"item": ids}, label.astype(np.float32))
 
 
-def emulate(number, trainers, workers=1, script=None, dense=None, rows=None, **more):
-    dense, rows = dense or optax.sgd(0.1), rows or sgd(0.1)
-    emulation = Emulation(SPEC, loss, dense, rows, PARAMS, trainers, workers, script, **more)
+def emulate(number, trainers, workers=1, script=None, task=None, **more):
+    emulation = Emulation(task or TASK, PARAMS, trainers, workers, script, **more)
     return emulation, emulation.run(batches(number))
 
 
@@ -52,12 +53,11 @@ def table(emulation):
 
 
 def test_one_worker_of_one_trainer_is_plain_training():
-    dense, rows = optax.adam(0.01), adagrad(0.1)
-    emulation, losses = emulate(30, 1, dense=dense, rows=rows)
-    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, rows)), make_train_step(SPEC, loss, dense, rows)
-    wanted = []
+    task = Task(SPEC, loss, optax.adam(0.01), adagrad(0.1))
+    emulation, losses = emulate(30, 1, task=task)
+    state, wanted = task.init(PARAMS, "host"), []
     for batch in batches(30):
-        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        state, metrics = task.step(state, batch)
         wanted.append(metrics["loss"])
     close(losses, wanted)
     jax.tree.map(close, emulation.replica().dense, state.dense)
@@ -77,7 +77,7 @@ def test_the_order_is_the_seeds_and_runs_repeat_to_the_bit(script):
 def test_every_gradient_is_applied_once():
     """With a loss that is linear in all parameters, order and staleness affect rounding only."""
     linear = lambda params, activations, batch: -activations["item"].sum(-1) - params["w"].sum()
-    found = Emulation(SPEC, linear, optax.sgd(1.0), sgd(1.0), PARAMS, trainers=3, workers=4)
+    found = Emulation(Task(SPEC, linear, optax.sgd(1.0), sgd(1.0)), PARAMS, trainers=3, workers=4)
     before = table(found)
     found.run(batches(48))
     np.testing.assert_array_equal(weights(found), 1 + 16)
@@ -90,26 +90,27 @@ def test_every_gradient_is_applied_once():
 
 def test_the_mean_of_every_step_is_a_step_on_the_large_batch():
     """FR-MA-1 with SGD and all-reduce; rows add up over trainers, which a learning rate divided by n offsets."""
-    n, dense, rows = 4, optax.sgd(0.1), sgd(0.1 / 4)
-    averaged, _ = emulate(40, n, script=Script(model_averaging(1.0), 1), rows=rows)
-    reduced, _ = emulate(40, n, script=ALL_REDUCE, rows=rows)
-    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, sgd(0.1))), None
-    step = make_train_step(SPEC, loss, dense, sgd(0.1))
-    stream = batches(40)
+    n, task = 4, Task(SPEC, loss, optax.sgd(0.1), sgd(0.1 / 4))
+    averaged, _ = emulate(40, n, script=Script(model_averaging(1.0), 1), task=task)
+    reduced, _ = emulate(40, n, script=ALL_REDUCE, task=task)
+    state, stream = TASK.init(PARAMS, "host"), batches(40)
     for some in zip(*[stream] * n, strict=True):
         large = jax.tree.map(lambda *x: np.concatenate(x), *some)
-        state, _ = step(state, plan(SPEC, large.ids), large)
+        state, _ = TASK.step(state, large)
     close(weights(reduced), np.broadcast_to(state.dense.params["w"], (n, 4)))
     close(table(reduced), state.tables.shards["width_4"][0]["value"])
     # Averaging after each step reads rows with other trainers' newer updates: close, not equal (test_shadow has equal).
     np.testing.assert_allclose(weights(averaged).mean(axis=0), weights(reduced)[0], atol=2e-4)
-    alone, _ = emulate(40, n, rows=rows)  # negative control
+    alone, _ = emulate(40, n, task=task)  # negative control
     assert np.ptp(weights(alone), axis=0).max() > 3 * np.ptp(weights(averaged), axis=0).max()
 
 
 def walk(params, activations, batch):
     """A loss whose gradient by every weight is a constant of the batch, so that steps can be computed by hand."""
     return -params["w"].sum() * (1 + batch.label)
+
+
+WALK = Task(SPEC, walk, optax.sgd(1.0), sgd(0.0))
 
 
 def walks(trainers, ticks):
@@ -159,7 +160,7 @@ class Plainly:
 def test_a_script_does_what_the_rules_say(rule, latency):
     """Compared with the plain implementation; rows are frozen, dense parameters move by constant steps."""
     n, every, ticks = 3, 4, 13
-    found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, n, script=Script(rule, every, latency))
+    found = Emulation(WALK, PARAMS, n, script=Script(rule, every, latency))
     found.run(batches(n * ticks))
     plain = Plainly(rule, walks(n, ticks), every, latency)
     close(weights(found), np.stack(plain.live))
@@ -179,7 +180,7 @@ TRAINERS, EVERY, TICKS = 3, 4, 27
 
 
 def emulated(rule, latency=0, finish=True):
-    found = Emulation(SPEC, walk, optax.sgd(1.0), sgd(0.0), PARAMS, TRAINERS, script=Script(rule, EVERY, latency))
+    found = Emulation(WALK, PARAMS, TRAINERS, script=Script(rule, EVERY, latency))
     found.run(batches(TRAINERS * TICKS))
     if finish:
         found.finish()
@@ -281,6 +282,6 @@ def test_bad_input_is_refused(changed, message):
     given = {"spec": SPEC, "trainers": 2, "workers": 1, "script": None} | changed
     spec = given.pop("spec")
     with pytest.raises(ValueError, match=message):
-        Emulation(spec, loss, optax.sgd(0.1), sgd(0.1), PARAMS, **given)
+        Emulation(dataclasses.replace(TASK, spec=spec), PARAMS, **given)
     with pytest.raises(ValueError, match="fewer batches"):
         emulate(2, 3)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import traceback
+import types
 import weakref
 
 import jax
@@ -32,10 +33,7 @@ from jaxrec.types import ShardsLost
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
-
-
-STEP = jaxrec.make_train_step(SPEC, loss, DENSE, ROWS)
-UPDATE = jaxrec.make_update(SPEC, loss, DENSE, ROWS)
+TASK = jaxrec.Task(SPEC, loss, DENSE, ROWS)
 
 
 def batch_at(index, size=8):
@@ -50,20 +48,20 @@ def stream_from(first, last=12):
 
 def fresh(home):
     tables = remote(SPEC, ROWS) if home == "remote" else tables_in(home, SPEC, ROWS)
-    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, tables)
+    return TASK.init({"w": jnp.ones(4)}, tables)
 
 
 ENGINES = {
-    "serial over host tables": lambda: Serial(fresh("host"), STEP),
-    "serial over device tables": lambda: Serial(fresh("device"), STEP),
-    "serial over pinned tables": lambda: Serial(fresh("pinned"), STEP),
-    "serial over servers": lambda: Serial(fresh("remote"), STEP),
-    "pipeline": lambda: Pipeline(fresh("host"), UPDATE, window=3),
-    "pipeline in sync": lambda: Pipeline(fresh("host"), UPDATE, mode="sync"),
-    "pipeline over servers": lambda: Pipeline(fresh("remote"), UPDATE, window=3),
-    "pipeline over pinned tables": lambda: Pipeline(fresh("pinned"), UPDATE, window=3),
+    "serial over host tables": lambda: Serial(TASK, fresh("host")),
+    "serial over device tables": lambda: Serial(TASK, fresh("device")),
+    "serial over pinned tables": lambda: Serial(TASK, fresh("pinned")),
+    "serial over servers": lambda: Serial(TASK, fresh("remote")),
+    "pipeline": lambda: Pipeline(TASK, fresh("host"), window=3),
+    "pipeline in sync": lambda: Pipeline(TASK, fresh("host"), mode="sync"),
+    "pipeline over servers": lambda: Pipeline(TASK, fresh("remote"), window=3),
+    "pipeline over pinned tables": lambda: Pipeline(TASK, fresh("pinned"), window=3),
 }
-KINDS = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=3)}
+KINDS = {"serial": lambda state: Serial(TASK, state), "pipeline": lambda state: Pipeline(TASK, state, window=3)}
 over_host_tables = pytest.mark.parametrize("engine_of", KINDS.values(), ids=KINDS)
 # All parts are covered by other engines.
 MORE = ("serial over servers", "pipeline in sync", "pipeline over pinned tables")
@@ -87,7 +85,7 @@ def plain(steps, home="host", act=lambda state, step: state):
     state, losses = fresh(home), []
     for index in range(steps):
         batch = batch_at(index)
-        state, metrics = STEP(state, plan(SPEC, batch.ids, {"width_4": 8}), batch)
+        state, metrics = TASK.step(state, batch, plan(SPEC, batch.ids, {"width_4": 8}))
         losses.append(float(metrics["loss"]))
         state = act(state, index + 1)
     return bits(state), losses
@@ -133,7 +131,7 @@ def grown(steps):
     state = fresh("host")
     for index in range(steps):
         batch = batch_at(index, size=8 + 8 * (index > 5))
-        state, _ = STEP(state, plan(SPEC, batch.ids), batch)
+        state, _ = TASK.step(state, batch)
     return bits(state)
 
 
@@ -172,7 +170,7 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
         ENGINES["serial over device tables"],
         ENGINES["serial over pinned tables"],
         ENGINES["pipeline"],
-        lambda: Pipeline(fresh("host"), UPDATE, window=3, skip_stale_reads=True),
+        lambda: Pipeline(TASK, fresh("host"), window=3, skip_stale_reads=True),
     ],
 )
 def test_batches_on_the_device_are_planned_there_with_equal_results(make):
@@ -399,14 +397,14 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
 
 
 def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks(ctrl_c):
-    def step(state, plans, batch):
-        found = STEP(state, plans, batch)
+    def step(*given):
+        found = TASK.step(*given)
         if int(found[0].dense.step) == 4:
             signal.raise_signal(signal.SIGINT)
         return found
 
     seen = []
-    with Serial(fresh("device"), step) as engine:
+    with Serial(types.SimpleNamespace(step=step), fresh("device")) as engine:
         with pytest.raises(KeyboardInterrupt):
             list(engine.run(stream_from(0), [lambda state, step, *_: (seen.append(step), state)[1]]))
         assert engine.step == 4 and seen == [1, 2, 3, 4] and same(bits(engine.state), plain(4)[0])
@@ -414,7 +412,7 @@ def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks(ctrl_c):
 
 def test_a_fold_over_planned_pairs_is_the_same():
     pairs = ((batch, plan(SPEC, batch.ids)) for batch in stream_from(0))
-    assert same(bits(fit(fresh("device"), pairs, STEP)), plain(12)[0])
+    assert same(bits(fit(TASK, fresh("device"), pairs)), plain(12)[0])
 
 
 # ---- under misuse nothing fails silently, nothing hangs, no state is lost
@@ -652,7 +650,7 @@ def test_only_a_state_over_tables_of_the_same_spec_takes_the_place_of_another(ma
     with make() as engine:
         list(engine.run(stream_from(0, 3)))
         home = HostTables if engine.tables.in_place else DeviceTables
-        wrong = jaxrec.init_state({"w": jnp.ones(4)}, DENSE, home.create(other, ROWS))
+        wrong = fresh("host")._replace(tables=home.create(other, ROWS))
         with pytest.raises(ValueError, match="another spec"):
             engine.reset(wrong)
         list(engine.run(stream_from(3)))
@@ -769,7 +767,7 @@ def test_whatever_a_hook_raises_ends_the_run_and_is_told(make):
 
 def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again():
     stream = stream_from(0)
-    with Serial(mortal("read", 5), STEP) as engine:
+    with Serial(TASK, mortal("read", 5)) as engine:
         with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter"):
             list(engine.run(stream))
         assert engine.step == 5
@@ -785,7 +783,7 @@ def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again(
 
 
 def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_go_round_for_ever(tmp_path):
-    with Serial(fresh("host"), STEP) as engine:
+    with Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, mode="full"))
         lose = lambda state, step, *_: (engine.lose([1]) if step == 6 else None, state)[1]
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6"):
@@ -868,7 +866,7 @@ def test_a_watcher_may_refuse_another_state_and_what_was_lost_is_forgotten_with_
 def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
     """Their server was restarted empty in the meantime and reports no loss."""
     events, stream = [], stream_from(0)
-    with Serial(mortal("write", 5), STEP) as engine:
+    with Serial(TASK, mortal("write", 5)) as engine:
         with pytest.raises(ShardsLost):
             list(engine.run(stream))
         engine.tables.dead.clear()

@@ -19,6 +19,7 @@ LEVELS = [
     ["embedding", "losses"],
     ["validate", "data", "checkpoint"],
     ["step", "prefetch"],
+    ["task"],
     ["engine"],
     ["loop", "oac", "shadowsync", "cpr"],
     ["cluster"],

@@ -4,6 +4,8 @@ One that fails, blocks or is interrupted is named, and the others end or go on.
 """
 
 import collections
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -23,9 +25,9 @@ import pytest
 from meetings import Clock, in_meet
 from world import batch_of, frames, interrupt_when, join_all, loss, no_threads_left, until, workers
 
-from jaxrec import init_state, make_eval_step, make_mesh, make_train_step
+from jaxrec import Task, make_eval_step, make_mesh
 from jaxrec.checkpoint import Checkpointer, restore
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan, sgd
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.prefetch import Stream
 from jaxrec.shadowsync import (
     AllToAll,
@@ -53,6 +55,15 @@ def counting(params, activations, batch):
     return -activations["item"].sum(-1) - params["w"].sum()
 
 
+@functools.cache
+def counting_at(dense_rate, row_rate):
+    """The task of the loss `counting`, with SGD at these rates."""
+    return Task(SPEC, counting, optax.sgd(dense_rate), sgd(row_rate))
+
+
+SMALL = Task(SPEC, loss, optax.sgd(0.1), sgd(0.1))
+
+
 def stream(seed, batches, rows=40, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(batches):
@@ -62,8 +73,7 @@ def stream(seed, batches, rows=40, size=8):
 
 def freely(tables, streams, synchroniser=None, workers=1, **more):
     """Trains the small model over the given tables."""
-    dense, rows = optax.sgd(0.1), sgd(0.1)
-    return train_freely(SPEC, loss, dense, rows, PARAMS, tables, streams, synchroniser, workers, **more)
+    return train_freely(SMALL, PARAMS, tables, streams, synchroniser, workers, **more)
 
 
 def synchronisers(kind, rule, trainers, of=None, on_failure="raise", timeout_s=60.0, **more):
@@ -107,6 +117,8 @@ RULES = {
     "easgd-sequential": easgd(0.3, form="sequential"),
 }
 DENSE, ROWS = optax.adam(0.05), adagrad(0.1)
+TASK = Task(SPEC, loss, DENSE, ROWS)
+STILL_ROWS = Task(SPEC, loss, DENSE, sgd(0.0))
 
 
 def equal(one, other):
@@ -131,12 +143,11 @@ def test_no_thread_is_seen_after_training_though_each_lingers_at_its_end(monkeyp
 
 
 def test_one_trainer_with_one_worker_is_plain_training():
-    dense, rows = optax.adam(0.01), adagrad(0.1)
-    tables = HostTables.create(SPEC, rows)
-    (found,), figures = train_freely(SPEC, loss, dense, rows, PARAMS, tables, [stream(0, 30)])
-    state, step = init_state(PARAMS, dense, HostTables.create(SPEC, rows)), make_train_step(SPEC, loss, dense, rows)
+    task, tables = Task(SPEC, loss, optax.adam(0.01), ROWS), HostTables.create(SPEC, ROWS)
+    (found,), figures = train_freely(task, PARAMS, tables, [stream(0, 30)])
+    state = task.init(PARAMS, "host")
     for batch in stream(0, 30):
-        state, _ = step(state, plan(SPEC, batch.ids), batch)
+        state, _ = task.step(state, batch)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, found.params, state.dense.params)
     jax.tree.map(close, tables.shards, state.tables.shards)
@@ -145,12 +156,11 @@ def test_one_trainer_with_one_worker_is_plain_training():
 
 def gained_by(trainers, workers, synchroniser=None):
     """(increment of row 0, dense states, figures) after 40 batches per trainer, each of which adds 1."""
-    rows = sgd(1.0)
-    tables = HostTables.create(SPEC, rows)
+    tables = HostTables.create(SPEC, sgd(1.0))
     before = tables.shards["width_4"][0]["value"][0].copy()
     streams = [stream(i, 40, rows=1) for i in range(trainers)]
     dense, figures = train_freely(
-        SPEC, counting, optax.sgd(1.0), rows, PARAMS, tables, streams, synchroniser, workers_per_trainer=workers
+        counting_at(1.0, 1.0), PARAMS, tables, streams, synchroniser, workers_per_trainer=workers
     )
     return tables.shards["width_4"][0]["value"][0] - before, dense, figures
 
@@ -199,8 +209,8 @@ def test_what_a_round_gives_is_what_the_workers_train_on(kind):
         return itertools.takewhile(lambda _: min(losses, default=0) > -1000, stream(0, 20_000))
 
     hook = lambda trainer, step, metrics: losses.append(float(metrics["loss"]))
-    tables, still = HostTables.create(SPEC, sgd(0.0)), (optax.sgd(0.0), sgd(0.0))
-    train_freely(SPEC, counting, *still, PARAMS, tables, [until_seen()], make, hook=hook)
+    tables = HostTables.create(SPEC, sgd(0.0))
+    train_freely(counting_at(0.0, 0.0), PARAMS, tables, [until_seen()], make, hook=hook)
     assert losses[0] > -1000 > losses[-1]
 
 
@@ -256,8 +266,8 @@ def test_a_foreground_round_keeps_one_worker_waiting_and_the_others_step_on(work
             transport.open.set()
 
     tables, make = HostTables.create(SPEC, sgd(0.0)), lambda number: Foreground(transport, number, every_steps=4)
-    of_step = SPEC, counting, optax.sgd(1.0), sgd(0.0), PARAMS
-    (found,), figures = train_freely(*of_step, tables, [stream(0, 15)], make, workers, hook=hook)
+    task, batches = counting_at(1.0, 0.0), stream(0, 15)
+    (found,), figures = train_freely(task, PARAMS, tables, [batches], make, workers, hook=hook)
     assert opened_at == [7] and figures.steps == [15] and figures.rounds == [3]
     # Every step adds 1 and every round 100: steps during a round are kept, and no round counts twice.
     np.testing.assert_array_equal(found.params["w"], 1 + 15 + 300)
@@ -293,10 +303,10 @@ class Turns:
             self.changed.notify_all()
 
 
-def in_stretches(rule, lengths, trainers=2, every_steps=3, rows=ROWS):
+def in_stretches(rule, lengths, trainers=2, every_steps=3, task=TASK):
     """(dense states, shards, group memory, rounds) after stretches of `lengths` batches for each trainer."""
-    tables, step = HostTables.create(SPEC, rows), FreeStep(SPEC, loss, DENSE, rows)
-    states = [init_state(PARAMS, DENSE, tables).dense for _ in range(trainers)]
+    tables, step = HostTables.create(SPEC, task.row_optimizer), FreeStep(task)
+    states = [task.init(PARAMS, tables).dense for _ in range(trainers)]
     batches, memory, rounds = [stream(number, sum(lengths)) for number in range(trainers)], None, 0
     for length in lengths:
         mine = [list(itertools.islice(of, length)) for of in batches]
@@ -314,8 +324,8 @@ def in_stretches(rule, lengths, trainers=2, every_steps=3, rows=ROWS):
 def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
     """Rounds fall inside, at the end of and across stretches; where all trainers meet, no one writes rows meanwhile."""
     rule = RULES[name]
-    rows = ROWS if rule.has_centre else sgd(0.0)  # in turns; otherwise two trainers write rows in any order
-    whole, parts = (in_stretches(rule, each, rows=rows) for each in ([20], [7, 3, 2, 8]))
+    task = TASK if rule.has_centre else STILL_ROWS  # in turns; otherwise two trainers write rows in any order
+    whole, parts = (in_stretches(rule, each, task=task) for each in ([20], [7, 3, 2, 8]))
     equal(whole, parts)
     assert whole[3] == 12
 
@@ -324,17 +334,22 @@ def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
 def test_without_what_the_group_knew_it_is_another_run(name, monkeypatch):
     """Negative control of the test above."""
     rule = RULES[name]
-    rows = ROWS if rule.has_centre else sgd(0.0)
-    whole = in_stretches(rule, [14], rows=rows)
+    task = TASK if rule.has_centre else STILL_ROWS
+    whole = in_stretches(rule, [14], task=task)
     monkeypatch.setattr(SyncGroup, "memory", property(lambda group: None))
-    forgot = in_stretches(rule, [7, 7], rows=rows)
+    forgot = in_stretches(rule, [7, 7], task=task)
     assert not np.array_equal(whole[0][0].params["w"], forgot[0][0].params["w"])
 
 
-def engine(trainers=2, rule=None, tables=None, optimizer=DENSE, rows=ROWS, loss=loss, step=None, **more):
-    mesh = make_mesh(trainers, jax.devices()[:trainers])
-    state = init_state(PARAMS, optimizer, tables or HostTables.create(SPEC, rows), mesh)
-    return FreeTrainers(state, step or FreeStep(SPEC, loss, optimizer, rows), rule, **more)
+@functools.cache
+def on_devices(task, trainers):
+    """The task on a mesh of one device for each trainer."""
+    return dataclasses.replace(task, mesh=make_mesh(trainers, jax.devices()[:trainers]))
+
+
+def engine(trainers=2, rule=None, tables="host", task=TASK, **more):
+    task = on_devices(task, trainers)
+    return FreeTrainers(task, task.init(PARAMS, tables), rule, **more)
 
 
 def trained(engine, batches, hooks=()):
@@ -353,7 +368,7 @@ def test_one_trainer_does_not_feel_how_long_its_stretches_are(name, stretch_step
         equal((one.state.dense, one.tables.shards), (other.state.dense, other.tables.shards))
         assert one.figures()["rounds"] == [5 if name else 0] == other.figures()["rounds"]
     if name is None:
-        (plain,), _ = train_freely(SPEC, loss, DENSE, ROWS, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 15)])
+        (plain,), _ = train_freely(TASK, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 15)])
         equal(plain.params, one.state.dense.params)
 
 
@@ -401,7 +416,7 @@ def test_every_batch_is_trained_once_and_hooks_see_all_at_rest(name):
         assert steps.sum() == step and np.asarray(state.dense.params["w"]).shape == (2, 4)
         return state
 
-    with engine(2, rule, tables, optax.sgd(0.0), sgd(1.0), counting, workers=2, stretch_steps=20, **more) as trainers:
+    with engine(2, rule, tables, counting_at(0.0, 1.0), workers=2, stretch_steps=20, **more) as trainers:
         found = trained(trainers, batches(), [hook])
         figures = trainers.figures()
     assert seen == [20, 40, 57] == [step for step, _ in found]
@@ -436,7 +451,7 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
             SPEC, lambda params, found, batch: found["item"] @ params["w"], make_mesh(2, jax.devices()[:2])
         )
         batch = next(stream(9, 1))
-        assert evaluate(second.state, plan(SPEC, batch.ids), batch).shape == (8,)
+        assert evaluate(second.state, batch).shape == (8,)
         # It continues at its step: stretches end at multiples of their length.
         assert [step for step, _ in trained(second, itertools.islice(stream(0, 12), 6, None))] == [10, 12]
         assert second.state.dense.opt_state.steps.sum() == 12
@@ -513,13 +528,15 @@ def test_programs_are_compiled_once_for_all_stretches_and_engines():
         traced["loss"] += 1
         return loss(*given)
 
-    step = FreeStep(SPEC, noted, DENSE, ROWS)
+    task, options = Task(SPEC, noted, DENSE, ROWS), {"stretch_steps": 4, "every_steps": 2}
     same = next(stream(0, 1))
-    with engine(2, model_averaging(), step=step, stretch_steps=4, every_steps=2) as trainers:
+    with engine(2, model_averaging(), task=task, **options) as trainers:
         trained(trainers, itertools.repeat(same, 4))
         first = traced["loss"]
         trained(trainers, itertools.repeat(same, 12))
-    assert traced["loss"] == first
+    with engine(2, model_averaging(), task=task, **options) as trainers:
+        trained(trainers, itertools.repeat(same, 4))
+    assert traced["loss"] == first > 0
 
 
 def test_a_hook_that_raises_leaves_a_state_to_go_on_from():
@@ -539,7 +556,7 @@ def test_the_parameters_that_a_hook_returns_are_trained():
     def hook(state, step, plans, metrics):
         return state._replace(dense=state.dense._replace(params={"w": 0 * state.dense.params["w"] + step}))
 
-    with engine(2, optimizer=optax.sgd(0.0), stretch_steps=3) as trainers:
+    with engine(2, task=Task(SPEC, loss, optax.sgd(0.0), ROWS), stretch_steps=3) as trainers:
         found = [np.asarray(state.dense.params["w"])[:, 0] for state, _ in trainers.run(stream(0, 6), [hook])]
         np.testing.assert_array_equal(found, [[3, 3], [6, 6]])
         trained(trainers, stream(0, 3))
@@ -557,7 +574,7 @@ def test_ctrl_c_ends_a_stretch_with_a_whole_state():
                 given.append(batch)
                 yield batch
 
-    with engine(2, easgd(), tables, optax.sgd(0.0), sgd(1.0), counting, stretch_steps=10**9) as trainers:
+    with engine(2, easgd(), tables, counting_at(0.0, 1.0), stretch_steps=10**9) as trainers:
         thread = interrupt_when(lambda: len(given) > 30)
         with pytest.raises(KeyboardInterrupt):
             trained(trainers, batches())

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from test_engine import STEP, UPDATE, batch_at, bits, fresh, plain, same, stream_from
+from test_engine import TASK, batch_at, bits, fresh, plain, same, stream_from
 from world import batch_of
 
 from jaxrec.checkpoint import deltas, images, read_manifest, restore
@@ -18,7 +18,7 @@ of_both = pytest.mark.parametrize("name", HOMES)
 
 
 def engine_over(state, name):
-    return Pipeline(state, UPDATE, window=3) if name == "pipeline" else Serial(state, STEP)
+    return Pipeline(TASK, state, window=3) if name == "pipeline" else Serial(TASK, state)
 
 
 def wide_and_narrow():
@@ -35,11 +35,10 @@ def test_an_engine_plans_with_the_capacities_of_the_run_that_it_goes_on_with(kin
         capacities.append(capacity_of(plans)["width_4"])
         return state
 
-    program = STEP if kind is Serial else UPDATE
-    with kind(fresh("host"), program) as engine:
+    with kind(TASK, fresh("host")) as engine:
         list(engine.run([wide, narrow], [note]))
     for capacity in ({"width_4": capacities[-1]}, None):
-        with kind(fresh("host"), program, capacity=capacity) as engine:
+        with kind(TASK, fresh("host"), capacity=capacity) as engine:
             list(engine.run([narrow], [note]))
     assert capacities[0] == capacities[1] == capacities[2] > capacities[3]  # the last is the negative control
 
@@ -47,7 +46,7 @@ def test_an_engine_plans_with_the_capacities_of_the_run_that_it_goes_on_with(kin
 @pytest.mark.parametrize("kind", [Serial, Pipeline])
 @pytest.mark.parametrize("wrong", [{"width_9": 8}, {}, {"width_4": 0}])
 def test_capacities_that_are_none_are_refused(kind, wrong):
-    with kind(fresh("host"), STEP if kind is Serial else UPDATE, capacity=wrong) as engine:
+    with kind(TASK, fresh("host"), capacity=wrong) as engine:
         with pytest.raises(ValueError, match="capacity=.* must be one positive number for each"):
             list(engine.run(stream_from(0, 1)))
 
@@ -108,7 +107,7 @@ def test_what_the_caller_saves_along_is_of_the_step_of_the_save(tmp_path, name, 
 
 
 def test_a_name_that_the_recovery_needs_is_refused(tmp_path):
-    with Serial(fresh("host"), STEP) as engine:
+    with Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path, extra=lambda step: {"cpr": step}))
         with pytest.raises(ValueError, match="extra holds 'cpr'"):
             recovery.save_whole()
@@ -132,7 +131,7 @@ def test_a_whole_save_comes_between_two_steps_and_within_the_block(tmp_path, nam
 
 
 def test_a_whole_save_that_cannot_be_written_is_raised_and_training_goes_on(tmp_path):
-    with Serial(fresh("host"), STEP) as engine:
+    with Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(recovery_of(engine, tmp_path))
         list(engine.run([batch_at(n) for n in range(3)], [recovery.hook]))
         (tmp_path / "step_00000003.partial").write_text("in the way of the directory")

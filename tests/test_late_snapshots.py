@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from mortal import MortalTables
-from test_engine import SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_engine import SPEC, TASK, batch_at, bits, fresh, plain, same
 from world import until
 
 from jaxrec.checkpoint import deltas, restore
@@ -36,7 +36,7 @@ class Watched(MortalTables):
         return super().parts(stack)
 
 
-ENGINES = {"serial": lambda state: Serial(state, STEP), "pipeline": lambda state: Pipeline(state, UPDATE, window=4)}
+ENGINES = {"serial": lambda state: Serial(TASK, state), "pipeline": lambda state: Pipeline(TASK, state, window=4)}
 each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
 
@@ -118,7 +118,7 @@ def test_a_run_that_lost_shards_have_ended_goes_on_from_its_last_save(tmp_path, 
         recovery = engine.enter(recovery_of(engine, tmp_path, 2))
         with pytest.raises(OSError, match="no machine is left"):
             list(engine.run(batches(40), [recovery.hook]))
-        wanted = Serial(restore(tmp_path, fresh("host"))[0], STEP)
+        wanted = Serial(TASK, restore(tmp_path, fresh("host"))[0])
         engine.reset(restore(tmp_path, fresh("host"))[0])
         assert engine.step == SAVE_EVERY
         for each_engine, hooks in ((engine, [recovery.hook]), (wanted, [])):
@@ -151,7 +151,7 @@ def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_p
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
     """At the same step: within the run, or before the next run if the shards are restored in between."""
     saved, stream = [], iter([*batches(12)])
-    engine = Serial(mortal(), STEP)
+    engine = Serial(TASK, mortal())
 
     def save(state):
         if not saved:
@@ -225,7 +225,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         until(lambda: engine.step > int(state.dense.step))
         raise ShardsLost([2])
 
-    engine = Pipeline(mortal(), UPDATE, window=4)
+    engine = Pipeline(TASK, mortal(), window=4)
     engine.snapshot_at(6, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: restore them"),
@@ -242,7 +242,7 @@ def test_a_reset_forgets_what_was_to_be_saved_again():
     def save(state):
         raise ShardsLost([1])
 
-    engine = Serial(mortal(), STEP)
+    engine = Serial(TASK, mortal())
     engine.snapshot_at(2, save)
     with engine:
         with pytest.raises(ShardsLost):

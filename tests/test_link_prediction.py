@@ -10,7 +10,7 @@ import pytest
 from smoke import logged, smoke
 
 from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples, load_triples
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, activations, adagrad, plan
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.loop import fit, planned
 from jaxrec.models.link_prediction import (
     COMPLEX,
@@ -23,7 +23,7 @@ from jaxrec.models.link_prediction import (
     score,
 )
 from jaxrec.sharding import make_mesh
-from jaxrec.step import init_state, make_train_step
+from jaxrec.task import Task
 
 GRAPH = generate_triples(entities=60, relations=3, clusters=6, tails=4)
 MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
@@ -282,11 +282,11 @@ def test_a_generated_graph_is_split_distinct_and_follows_its_clusters():
 
 def trained(model: Model, steps, devices=1, groups=1):
     spec = EmbeddingSpec({"entity": Table(60, 16, 0.1)}, {k: Lookup("entity") for k in ("head", "tail", "negative")})
-    mesh, optimizer, rows = make_mesh(devices=jax.devices()[:devices]), optax.sgd(10.0), adagrad(0.1)
-    state = init_state({"relation": 0.1 * normal(6, 16)}, optimizer, HostTables.create(spec, rows), mesh)
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    task = Task(spec, make_loss(model, 0.01), optax.sgd(10.0), adagrad(0.1), mesh)
+    state = task.init({"relation": 0.1 * normal(6, 16)}, "host")
     batches = TripleBatches(both_directions(GRAPH.train, 3), 60, batch_size=128, negatives=24, groups=groups)
-    step = make_train_step(spec, make_loss(model, 0.01), optimizer, rows, mesh)
-    state = fit(state, planned(spec, batches.stream(0, steps)), step)
+    state = fit(task, state, planned(spec, batches.stream(0, steps)))
     nothing = np.zeros((0, 1), np.int32)
     plans = plan(spec, {"head": np.arange(60, dtype=np.int32), "tail": nothing, "negative": nothing})
     entities = activations(spec, {name: rows.value for name, rows in state.tables.read(plans).items()}, plans)["head"]

@@ -18,12 +18,12 @@ def state_at(step):
     return TrainState(DenseState(jnp.asarray(step), {}, {}), None)
 
 
-def counting_step(losses):
-    def step(state, plan, batch):
+def counting(losses):
+    def step(state, batch, plans):
         dense = state.dense._replace(step=state.dense.step + 1)
         return state._replace(dense=dense), {"loss": jnp.asarray(losses[batch])}
 
-    return step
+    return types.SimpleNamespace(step=step)
 
 
 def test_fit_runs_every_hook_once_a_step_in_order():
@@ -34,7 +34,7 @@ def test_fit_runs_every_hook_once_a_step_in_order():
 
     losses = [0.5, 0.4, 0.3]
     state = loop.fit(
-        state_at(7), [(i, f"plan{i}") for i in range(3)], counting_step(losses), [hook("a"), loop.every(3, hook("b"))]
+        counting(losses), state_at(7), [(i, f"plan{i}") for i in range(3)], [hook("a"), loop.every(3, hook("b"))]
     )
     assert int(state.dense.step) == 10
     a = [("a", 8 + i, f"plan{i}", pytest.approx(losses[i])) for i in range(3)]
@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_within_100_steps_and_names_the_
     losses[bad] = float("nan")
     note = lambda state, step, *_: (steps.append(step), state)[1]
     with pytest.raises(FloatingPointError, match=f"nan at step {bad + 1} .*learning rates"):
-        loop.fit(state_at(0), [(i, None) for i in range(130)], counting_step(losses), [note])
+        loop.fit(counting(losses), state_at(0), [(i, None) for i in range(130)], [note])
     assert len(steps) == (100 if bad < 100 else 130)
 
 
@@ -58,7 +58,7 @@ def test_planned_grows_and_keeps_its_capacity():
     def batches():
         for size in (3, 30, 3):
             ids = np.where(np.arange(64) < size, np.arange(64), -1)
-            yield Batch({"t": ids}, *[np.zeros(64, np.float32)] * 3)
+            yield Batch({"t": ids}, np.zeros(64, np.float32))
 
     shapes = [plans["width_4"].unique.shape[1] for _, plans in loop.planned(spec, batches())]
     assert shapes == [8, 30, 30]
@@ -67,7 +67,7 @@ def test_planned_grows_and_keeps_its_capacity():
 def one_each(number, taken):
     for index in range(number):
         taken.append(index)
-        yield Batch({"t": np.array([index])}, *[np.zeros(1, np.float32)] * 3)
+        yield Batch({"t": np.array([index])}, np.zeros(1, np.float32))
     raise OSError("disk on fire")
 
 
@@ -93,15 +93,15 @@ def test_every_refuses_zero():
 
 
 def test_evaluate_ignores_padding():
-    batch = Batch({}, None, np.array([1.0, 0, 1]), np.array([1.0, 1, 0]))
+    batch = Batch({}, np.array([1.0, 0, 1]), weight=np.array([1.0, 1, 0]))
     plans = types.SimpleNamespace()
-    result = loop.evaluate(None, [(batch, plans)] * 2, lambda state, plan, batch: np.array([2.0, -2, -9]))
+    result = loop.evaluate(None, [(batch, plans)] * 2, lambda state, batch, plans: np.array([2.0, -2, -9]))
     assert result["auc"] == 1 and result["examples"] == 4
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_an_evaluation_that_is_not_finite_names_step_and_batch(bad):
-    batch = Batch({}, None, np.array([1.0, 0]), np.ones(2))
+    batch = Batch({}, np.array([1.0, 0]))
     logits = iter([np.zeros(2), np.array([0.5, bad])])
     with pytest.raises(FloatingPointError, match=f"after step 7, in its batch 1: 1 of 2 logits .* is {bad}: the model"):
         loop.evaluate(state_at(7), [(batch, None)] * 2, lambda *_: next(logits))

@@ -12,7 +12,7 @@ from strategies import chosen
 from test_step import SPEC, batch_of, loss, params, step_with
 
 import jaxrec
-from jaxrec.embedding import DeviceTables, HostTables, plan, rowwise_adagrad, sgd
+from jaxrec.embedding import HostTables, plan, rowwise_adagrad, sgd
 from jaxrec.oac import Pipeline
 from jaxrec.step import gradients
 
@@ -67,11 +67,10 @@ def dropped(params, activations, batch, *, rng):
 
 def run(batches, seed=3, home="device", mesh=None, state=None, wanted=dropped, start=None):
     """(state after the batches, metrics of each step)."""
-    tables = HostTables.create(SPEC, ROWS) if home == "host" else DeviceTables.create(SPEC, ROWS, mesh)
-    state = state or jaxrec.init_state(start or params(), OPTIMIZER, tables, mesh)
-    step, told = jaxrec.make_train_step(SPEC, wanted, OPTIMIZER, ROWS, mesh, seed=seed), []
+    task, told = jaxrec.Task(SPEC, wanted, OPTIMIZER, ROWS, mesh, seed), []
+    state = state or task.init(start or params(), home)
     for batch in batches:
-        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        state, metrics = task.step(state, batch)
         told.append({name: float(value) for name, value in metrics.items()})
     return state, told
 
@@ -96,9 +95,8 @@ def test_every_mode_draws_what_the_step_draws_and_keeps_what_it_keeps(mode):
     batches = [batch_of(i) for i in range(6)]
     start = {**params(), "seen": np.zeros(3, np.float32)}
     wanted, told = run(batches, home="host", wanted=all_at_once, start=start)
-    state = jaxrec.init_state(start, OPTIMIZER, HostTables.create(SPEC, ROWS))
-    update = jaxrec.make_update(SPEC, all_at_once, OPTIMIZER, ROWS, seed=3)
-    with Pipeline(state, update, mode=mode) as pipeline:
+    task = jaxrec.Task(SPEC, all_at_once, OPTIMIZER, ROWS, seed=3)
+    with Pipeline(task, task.init(start, "host"), mode=mode) as pipeline:
         found = [{name: float(metrics[name]) for name in told[0]} for _, metrics in pipeline.run(batches)]
     assert found == told
     jax.tree.map(np.testing.assert_array_equal, pipeline.state.dense, wanted.dense)
@@ -122,10 +120,10 @@ def test_each_device_and_each_replica_has_a_key_of_its_own(replicas):
 
 def test_a_loss_that_uses_nothing_new_is_the_same_program():
     batch = batch_of(0)
-    plans, state = plan(SPEC, batch.ids), jaxrec.init_state(params(), OPTIMIZER, HostTables.create(SPEC, ROWS))
+    plans, state = plan(SPEC, batch.ids), jaxrec.Task(SPEC, loss, OPTIMIZER, ROWS).init(params(), "host")
 
     def text(wanted, seed=None):
-        update = jax.jit(jaxrec.make_update(SPEC, wanted, OPTIMIZER, ROWS, seed=seed))
+        update = jax.jit(jaxrec.Task(SPEC, wanted, OPTIMIZER, ROWS, seed=seed).checked_update)
         return update.lower(state.dense, state.tables.read(plans), plans, batch).as_text()
 
     plain = text(loss)
@@ -187,10 +185,10 @@ def keeps_means(params, activations, batch):
 def means(devices, replicas=1, padding=0, steps=2, optimizer=OPTIMIZER):
     mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
     start = {**params(), "seen": {"mean": np.ones(3, np.float32)}}
-    state = jaxrec.init_state(start, optimizer, DeviceTables.create(SPEC, ROWS, mesh), mesh)
-    step = jaxrec.make_train_step(SPEC, keeps_means, optimizer, ROWS, mesh)
+    task = jaxrec.Task(SPEC, keeps_means, optimizer, ROWS, mesh)
+    state = task.init(start)
     for batch in [batch_of(i, padding=padding) for i in range(steps)]:
-        state, _ = step(state, plan(SPEC, batch.ids), batch)
+        state, _ = task.step(state, batch)
     return np.asarray(state.dense.params["seen"]["mean"])
 
 

@@ -17,11 +17,10 @@ from world import no_threads_left, until
 
 import jaxrec
 from jaxrec.checkpoint import restore_shards
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.oac import Pipeline, ring, stages
 from jaxrec.oac.ring import LastWriters
 from jaxrec.oac.stages import DeviceStep
-from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows, TrainState
 
 OPTIMIZER, ROWS = optax.adam(0.05), adagrad(0.1)
@@ -42,13 +41,13 @@ def loss(params, activations, batch):
 
 
 @functools.cache
-def update_of(spec, mesh=None):
-    return make_update(spec, loss, OPTIMIZER, ROWS, mesh)
+def task_of(spec, mesh=None, kind=jaxrec.Task):
+    return kind(spec, loss, OPTIMIZER, ROWS, mesh)
 
 
 def make_state(spec=SPEC, mesh=None, features=3):
     params = {"dense": jnp.ones(features), "scale": jnp.ones(())}
-    return jaxrec.init_state(params, OPTIMIZER, HostTables.create(spec, ROWS), mesh)
+    return task_of(spec, mesh).init(params, "host")
 
 
 def make_batches(number, spec=SPEC, size=8, seed=0, overlap="some"):
@@ -64,7 +63,7 @@ def make_batches(number, spec=SPEC, size=8, seed=0, overlap="some"):
             weight[size // 2 :] = 0
             ids = {key: np.where(weight.reshape(-1, *[1] * (a.ndim - 1)) > 0, a, -1) for key, a in ids.items()}
         dense, label = rng.normal(size=(size, 3)).astype(np.float32), rng.normal(size=size).astype(np.float32)
-        batches.append(Batch({key: a.astype(np.int32) for key, a in ids.items()}, dense, label, weight))
+        batches.append(Batch({key: a.astype(np.int32) for key, a in ids.items()}, label, dense, weight))
     return batches
 
 
@@ -74,8 +73,8 @@ def plain_loop(batches, spec=SPEC, mesh=None, delay=0, after=None):
     With a delay, batch t reads rows as of batch t - 1 - delay and adds its change of them. `after` (step, state) is
     called after each batch; if it returns something true, it has changed rows, and later batches read them changed.
     """
-    update, state, losses, capacity = jax.jit(update_of(spec, mesh), donate_argnums=0), make_state(spec, mesh), [], None
-    dense, tables = state
+    update = jax.jit(task_of(spec, mesh).checked_update, donate_argnums=0)
+    (dense, tables), losses, capacity = make_state(spec, mesh), [], None
     past = [copied(tables)] * (delay + 1)
     for step, batch in enumerate(batches, 1):
         plans = jaxrec.plan(spec, batch.ids, capacity)
@@ -118,7 +117,7 @@ def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **opti
 
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
-    with Pipeline(state or make_state(spec, mesh), update_of(spec, mesh), **options) as pipeline:
+    with Pipeline(task_of(spec, mesh), state or make_state(spec, mesh), **options) as pipeline:
         pipeline.scheduler_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     return pipeline, (pipeline.state, losses)
@@ -175,9 +174,9 @@ def test_law_of_equality(data):
 def test_every_mutant_is_caught():
     """Negative controls: five ways of breaking the mechanism."""
     config = oac_equivalence.Config(rows=100, batch_size=16)
-    spec, update = oac_equivalence.problem(config.rows)
+    task = oac_equivalence.problem(config.rows)
     batches = oac_equivalence.make_batches(config, 24, 0.5, 0)
-    caught = oac_equivalence.mutants_caught(spec, update, batches, window=4)
+    caught = oac_equivalence.mutants_caught(task, batches, window=4)
     assert len(caught) == 5 and all(caught.values()), caught
 
 
@@ -228,7 +227,7 @@ def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validat
     """The pure function without a pipeline: rows are read before the last three batches are written."""
     window, batches = 3, make_batches(12)
     capacity = {"width_4": 40, "width_1": 8}
-    commit = jax.jit(functools.partial(ring.commit, update_of(SPEC)))
+    commit = jax.jit(functools.partial(ring.commit, task_of(SPEC).checked_update))
     dense, tables = make_state()
     last, held, waiting, losses = LastWriters(SPEC, window, window), None, [], []
     for number, batch in enumerate(batches):
@@ -263,7 +262,7 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
         return state
 
     options = {"window": 5, "loaders": 3, "validation": validation, "skip_stale_reads": skip}
-    pipeline = Pipeline(make_state(), update_of(SPEC), **options)
+    pipeline = Pipeline(task_of(SPEC), make_state(), **options)
     with pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, [fail])]
     expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
@@ -284,7 +283,7 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
         snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
 
-    with Pipeline(make_state(), update_of(SPEC), window=window, skip_stale_reads=skip) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=window, skip_stale_reads=skip) as pipeline:
         pipeline.snapshot_at(at, save)
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain)
@@ -301,7 +300,7 @@ class Broken(Exception):
 @functools.cache
 def problem():
     batches = make_batches(12)
-    return Problem(make_state, update_of(SPEC), batches, [*states_of(batches).values()])
+    return Problem(make_state, task_of(SPEC), batches, [*states_of(batches).values()])
 
 
 # A stream that blocks is in test_oac_runs.py, as here a pipeline would wait for it for seconds.
@@ -322,7 +321,7 @@ def test_the_window_bounds_what_is_in_flight():
 
     batches, state = make_batches(20), watched(make_state(), before_read=look)
     held = HeldBack(window, 20)
-    with Pipeline(state, update_of(SPEC), window=window, send=held.send, fetch=held.fetch) as pipeline:
+    with Pipeline(task_of(SPEC), state, window=window, send=held.send, fetch=held.fetch) as pipeline:
         pipeline.scheduler_type = Numbered
         for _ in pipeline.run(batches):
             pass
@@ -355,20 +354,21 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
 )
 def test_bad_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Pipeline(make_state(), update_of(SPEC), **options)
+        Pipeline(task_of(SPEC), make_state(), **options)
 
 
 def test_other_tables_and_other_shapes_are_refused():
-    state = jaxrec.init_state({}, OPTIMIZER, DeviceTables.create(SPEC, sgd(0.1), jaxrec.make_mesh()))
+    state = task_of(SPEC).init({}, "device")
     with pytest.raises(ValueError, match="HostTables"):
-        Pipeline(state, update_of(SPEC))
+        Pipeline(task_of(SPEC), state)
 
-    def growing(dense, rows, plan, batch):
-        dense, rows, metrics = update_of(SPEC)(dense, rows, plan, batch)
-        return dense, {name: Rows(jnp.tile(r.value, 2), r.slots) for name, r in rows.items()}, metrics
+    class Growing(jaxrec.Task):
+        def update(self, *given):
+            dense, rows, metrics = super().update(*given)
+            return dense, {name: Rows(jnp.tile(r.value, 2), r.slots) for name, r in rows.items()}, metrics
 
-    before = make_state()
-    with pytest.raises(ValueError, match="changes the shapes of the rows"), Pipeline(make_state(), growing) as pipeline:
+    before, pipeline = make_state(), Pipeline(task_of(SPEC, kind=Growing), make_state())
+    with pytest.raises(ValueError, match="changes the shapes of the rows"), pipeline:
         next(pipeline.run(make_batches(3)))
     assert same((pipeline.state, []), (before, []))
     with pytest.raises(ValueError, match="depth=0"):

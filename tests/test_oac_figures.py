@@ -25,16 +25,15 @@ from test_oac import (
     make_state,
     pipeline_with,
     plain_loop,
+    task_of,
     train,
-    update_of,
 )  # fmt: skip
 from world import batch_of, until
 
 import jaxrec
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, capacity_of
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
 from jaxrec.oac import Pipeline, memory_bytes, ring
 from jaxrec.oac.options import nbytes
-from jaxrec.step import make_update
 from jaxrec.types import Batch, Rows
 
 SAVINGS = {"none": {}, "reads": {"skip_stale_reads": True}}
@@ -92,13 +91,13 @@ def looks_at_ids(params, activations, batch):
 @pytest.mark.parametrize("validation", ["planned", "device"])
 def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
     """Row numbers stay if the host validates, ids stay unless the loss reads them."""
-    batches, seen, update = make_batches(6), [], make_update(SPEC, of, OPTIMIZER, ROWS)
+    batches, seen, task = make_batches(6), [], jaxrec.Task(SPEC, of, OPTIMIZER, ROWS)
 
     def send(tree, placement):
         seen.append(tree)
         return jax.device_put(tree, placement)
 
-    with Pipeline(make_state(), update, window=2, validation=validation, send=send) as pipeline:
+    with Pipeline(task, make_state(), window=2, validation=validation, send=send) as pipeline:
         losses = [float(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     inputs = [tree for tree in seen if isinstance(tree[1], Batch)]
     assert len(inputs) == len(batches) and len(set(losses)) == len(losses)
@@ -136,7 +135,7 @@ def skewed_batches(number, spec, size=256):
     rows = spec.tables["t"].rows
     chance = np.arange(1, rows + 1) ** -1.1
     ids = lambda: rng.choice(rows, (size, 4), p=chance / chance.sum()).astype(np.int32)
-    rest = np.zeros((size, 3), np.float32), np.zeros(size, np.float32), np.ones(size, np.float32)
+    rest = np.zeros(size, np.float32), np.zeros((size, 3), np.float32)
     return [Batch({"t": ids()}, *rest) for _ in range(number)]
 
 
@@ -172,9 +171,9 @@ def compilations(*widths):
     ids = rng.choice(2_000, (40, len(widths), 128), p=chance / chance.sum()).astype(np.int32)
     batches = [batch_of(dict(zip(spec.lookups, each, strict=True)), np.zeros(128, np.float32)) for each in ids]
     summed = lambda params, activations, batch: sum(a.sum(-1) for a in activations.values()) + params["b"]
-    state = jaxrec.init_state({"b": jnp.zeros(())}, OPTIMIZER, HostTables.create(spec, ROWS))
-    update, capacity = make_update(spec, summed, OPTIMIZER, ROWS), dict.fromkeys(spec.stacks, 128)
-    with Pipeline(state, update, window=4, capacity=capacity, skip_stale_reads=True) as pipeline:
+    task, capacity = jaxrec.Task(spec, summed, OPTIMIZER, ROWS), dict.fromkeys(spec.stacks, 128)
+    state = task.init({"b": jnp.zeros(())}, "host")
+    with Pipeline(task, state, window=4, capacity=capacity, skip_stale_reads=True) as pipeline:
         list(pipeline.run(batches))
     return pipeline.compilations
 
@@ -217,7 +216,7 @@ def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring
     assert stale == patched > 16  # write-backs are as late as admission allows
     assert late.counters["stale_rows"] == late.counters["patched_rows"] == stale
     metrics = []
-    with Pipeline(make_state(), update_of(SPEC), window=window, validation=validation) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=window, validation=validation) as pipeline:
         metrics = [m for _, m in pipeline.run(one_by_one(pipeline, batches))]
     assert all(np.array_equal(m["loss"], loss) for m, loss in zip(metrics, losses, strict=True))
     assert pipeline.counters["stale_rows"] == 0
@@ -271,7 +270,7 @@ def growth(number, **options):
             found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
         return state
 
-    with Pipeline(make_state(), update_of(SPEC), window=4, **options) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=4, **options) as pipeline:
         for _ in pipeline.run(itertools.islice(steady_batches(), number + 20), [look]):
             pass
     return tuple(b - a for a, b in zip(*found, strict=True))
@@ -302,7 +301,7 @@ def test_nothing_grows_with_a_long_run():
 @pytest.mark.realtime  # it counts threads and arrays of the whole process
 def test_nothing_grows_with_the_number_of_runs():
     found = []
-    with Pipeline(make_state(), update_of(SPEC), window=4) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=4) as pipeline:
         for run in range(51):
             for _ in pipeline.run(itertools.islice(steady_batches(), 8)):
                 pass
@@ -326,7 +325,7 @@ def shaped(shape):
     rng = np.random.default_rng(0)
     ids = lambda: np.stack([rng.permutation(rows)[:size] for _ in range(hots)], axis=1).astype(np.int32)
     features = 200 if shape == "many features" else 3
-    rest = np.zeros((size, features), np.float32), np.zeros(size, np.float32), np.ones(size, np.float32)
+    rest = np.zeros(size, np.float32), np.zeros((size, features), np.float32)
     return spec, [Batch({"t": ids()}, *rest) for _ in range(18)]
 
 
@@ -377,7 +376,7 @@ class Measured:
         state = make_state(spec, features=batches[0].dense.shape[1])
         self.dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
         kind = pipeline_with(lambda update: functools.partial(self.update, update))
-        with kind(state, update_of(spec), send=self.send, fetch=self.fetch, **options) as self.pipeline:
+        with kind(task_of(spec), state, send=self.send, fetch=self.fetch, **options) as self.pipeline:
             self.pipeline.snapshot_at(cut_at, self.save)
             for _ in self.pipeline.run(batches, [self.hook]):
                 pass
@@ -449,7 +448,7 @@ def test_the_ring_is_made_where_it_stays():
     """Not on one device and then split: only the dense state's copy goes from one device to another."""
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
     batches, state = make_batches(8), make_state(SPEC, mesh)
-    with Pipeline(state, update_of(SPEC, mesh), window=3) as pipeline:
+    with Pipeline(task_of(SPEC, mesh), state, window=3) as pipeline:
         with jax.transfer_guard_device_to_device("disallow_explicit"):
             losses = [np.asarray(m["loss"]) for _, m in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain_loop(batches, SPEC, mesh))

@@ -36,8 +36,8 @@ from test_oac import (
     plain_loop,
     reset,
     states_of,
+    task_of,
     train,
-    update_of,
     watched,
 )
 from world import at_step, interrupt_when, is_inside, join_all, no_threads_left, until, workers
@@ -86,7 +86,7 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
             changed.set()
         return state
 
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=5, **options)
+    pipeline = Pipeline(task_of(SPEC), make_state(), window=5, **options)
     losses = losses_of(pipeline, stream(), [change])
     assert same((pipeline.state, losses), plain_loop(batches, after=reset_at(7)))
 
@@ -114,7 +114,7 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
         assert len(snapshots) == 1
         return reset(tables)
 
-    with Pipeline(make_state(), update_of(SPEC), window=3, **skips) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=3, **skips) as pipeline:
         pipeline.snapshot_at(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
@@ -165,7 +165,7 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
         return state
 
     changed: list = []
-    pipeline = Pipeline(watched(make_state(), before_read=wait), update_of(SPEC), mode="semisync", loaders=1)
+    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_read=wait), mode="semisync", loaders=1)
     pipeline.scheduler_type = Looking
     losses = losses_of(pipeline, batches, [change])
     assert same((pipeline.state, losses), plain_loop(batches, delay=1, after=reset_at(at)))
@@ -185,7 +185,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
         return sent
 
     options = {"window": window, "loaders": 1, "validation": validation}
-    pipeline = Pipeline(make_state(), update_of(SPEC), send=send, fetch=held.fetch, **options)
+    pipeline = Pipeline(task_of(SPEC), make_state(), send=send, fetch=held.fetch, **options)
     pipeline.scheduler_type = Numbered
     losses = losses_of(pipeline, batches)
     assert same((pipeline.state, losses), plain_loop(batches))
@@ -234,7 +234,7 @@ def serial_loop(lost, batches=BATCHES, delay=0):
 
 def train_mortal(state, batches=BATCHES, hooks=(), watch=True, **options):
     """(pipeline, watcher, losses) of a run in which shards die."""
-    with Pipeline(state, update_of(SPEC), **({"window": 3} | options)) as pipeline:
+    with Pipeline(task_of(SPEC), state, **({"window": 3} | options)) as pipeline:
         watcher = pipeline.enter(Reviver(pipeline)) if watch else None
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
     assert no_threads_left()
@@ -289,7 +289,7 @@ class Waiting(MortalTables):
 def pipeline_over_waiting(death, until, scheduler_type, **options):
     tables = Waiting.of(make_state().tables, [death])
     tables.__dict__.update(begun=threading.Event(), until=lambda: until(pipeline.scheduler))
-    pipeline = Pipeline(make_state()._replace(tables=tables), update_of(SPEC), window=4, loaders=1, **options)
+    pipeline = Pipeline(task_of(SPEC), make_state()._replace(tables=tables), window=4, loaders=1, **options)
     pipeline.scheduler_type = scheduler_type
     return pipeline
 
@@ -334,7 +334,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
 
 
 def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back():
-    stream, pipeline = iter(BATCHES), Pipeline(mortal(("read", 6, 1)), update_of(SPEC), window=3)
+    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), mortal(("read", 6, 1)), window=3)
     with pipeline:
         with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter") as raised:
             list(pipeline.run(stream))
@@ -346,7 +346,7 @@ def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_b
 
 
 def test_shards_that_are_lost_while_a_run_is_left_are_told_and_come_back_in_the_next_one():
-    stream, pipeline = iter(BATCHES), Pipeline(mortal(("write", 4, 1)), update_of(SPEC), window=3)
+    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), mortal(("write", 4, 1)), window=3)
     with pytest.raises(ShardsLost, match="restore them in `exclusive`"), pipeline:
         for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 5:
@@ -364,7 +364,7 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
             self.lost.append(shards)
 
     with pytest.raises(ShardsLost, match="again, after 8 recoveries at step"), contextlib.ExitStack() as stack:
-        pipeline = stack.enter_context(Pipeline(mortal(("read", 4, 1)), update_of(SPEC), window=3))
+        pipeline = stack.enter_context(Pipeline(task_of(SPEC), mortal(("read", 4, 1)), window=3))
         watcher = pipeline.enter(Idle(pipeline))
         list(pipeline.run(BATCHES))
     assert watcher.lost == [(1,)] * 8 and no_threads_left()
@@ -375,7 +375,7 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
 def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how, skips):
     saved, step = [], STEPS if how == "at the end" else 6
     write = {"before the save": 5, "in the save": 99, "at the end": STEPS - 1}[how]
-    pipeline = Pipeline(mortal(("write", write, 1)), update_of(SPEC), window=3, **skips)
+    pipeline = Pipeline(task_of(SPEC), mortal(("write", write, 1)), window=3, **skips)
 
     def save(state):
         if how == "in the save" and not pipeline.tables.dead and not watcher.lost:
@@ -416,7 +416,7 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
 
 
 def test_the_state_is_refused_in_saves():
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3)
+    pipeline = Pipeline(task_of(SPEC), make_state(), window=3)
     pipeline.snapshot_at(1, lambda state: pipeline.state)
     with pytest.raises(ValueError, match="use the state passed to it"), pipeline:
         list(pipeline.run(BATCHES))
@@ -437,7 +437,7 @@ def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(skips):
             raise Broken
         return jax.tree.map(np.asarray, tree)
 
-    pipeline = Pipeline(make_state(), update_of(SPEC), window=3, fetch=fetch, **skips)
+    pipeline = Pipeline(task_of(SPEC), make_state(), window=3, fetch=fetch, **skips)
     with pipeline:
         with pytest.raises(Broken):
             list(pipeline.run(BATCHES))
@@ -481,8 +481,8 @@ class Failing:
         return self.function(*args)
 
 
-def pipeline_of(state=None, update=None, kind=Pipeline, **options):
-    return kind(state or make_state(), update or update_of(SPEC), **({"window": WINDOW} | options))
+def pipeline_of(state=None, task=None, kind=Pipeline, **options):
+    return kind(task or task_of(SPEC), state or make_state(), **({"window": WINDOW} | options))
 
 
 def interrupt(state):
@@ -577,7 +577,7 @@ def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said(
             done.set()
 
     batches = make_batches(16)
-    pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=5, writers=2)
+    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_write=write), window=5, writers=2)
     pipeline.scheduler_type = Numbered
     with pytest.raises(Broken) as raised, pipeline:
         list(pipeline.run(batches))
@@ -723,7 +723,7 @@ def test_an_iterator_whose_planner_is_on_its_way_out_is_waited_for():
                 blocking.let_go.set()
             return 60
 
-    pipeline = Patient(make_state(), update_of(SPEC))
+    pipeline = Patient(task_of(SPEC), make_state())
     running = pipeline.run(blocking)
     for _ in range(4):
         next(running)
@@ -749,7 +749,7 @@ def ask_all(state, check):
         lambda: tables.add({}, {}, {}),
         lambda: tables.with_shard("width_4", 0, {}),
         lambda: tables.overwriting().__enter__(),
-        lambda: evaluate(state, plans, batch),
+        lambda: evaluate(state, batch, plans),
         lambda: snapshot(state),
     ]:
         check(act)
@@ -889,9 +889,9 @@ def test_a_loader_that_fills_the_same_arrays_again_trains_what_it_yielded():
 
 def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(no_automatic_gc):
     batches, state = make_batches(12), make_state()
-    first = Pipeline(state, update_of(SPEC), window=WINDOW)
+    first = Pipeline(task_of(SPEC), state, window=WINDOW)
     other = make_state()._replace(tables=dataclasses.replace(state.tables))  # the same arrays
-    second = Pipeline(other, update_of(SPEC), window=WINDOW)
+    second = Pipeline(task_of(SPEC), other, window=WINDOW)
     running = first.run(batches[:6])
     next(running)
     asks = (lambda: next(second.run(batches)), second.drain, lambda: second.exclusive(unchanged))
@@ -905,7 +905,7 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     del dropped, first
     gc.collect()
     assert len(list(second.run(batches))) == 12 and no_threads_left()
-    broken = Pipeline(make_state()._replace(tables=state.tables), update_of(SPEC), fetch=Failing(0, to_host))
+    broken = Pipeline(task_of(SPEC), make_state()._replace(tables=state.tables), fetch=Failing(0, to_host))
     with pytest.raises(Broken):
         list(broken.run(batches))
     assert len(list(second.run(batches))) == 12  # others may continue on the remaining tables
@@ -983,11 +983,12 @@ def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
 
 
 def test_an_update_whose_metrics_are_no_dict_is_refused_before_anything_is_donated():
-    def update(*args):
-        dense, rows, metrics = update_of(SPEC)(*args)
-        return dense, rows, metrics["loss"]
+    class Changed(jaxrec.Task):
+        def update(self, *given):
+            dense, rows, metrics = super().update(*given)
+            return dense, rows, metrics["loss"]
 
-    pipeline = pipeline_of(update=update)
+    pipeline = pipeline_of(task=task_of(SPEC, kind=Changed))
     with pytest.raises(ValueError, match="metrics.*dict"), pipeline:
         list(pipeline.run(make_batches(3)))
     assert int(pipeline.state.dense.step) == 0 == pipeline.tables.step
@@ -996,14 +997,15 @@ def test_an_update_whose_metrics_are_no_dict_is_refused_before_anything_is_donat
 
 
 def test_an_update_that_returns_another_dtype_for_another_batch_size_is_refused_and_breaks_nothing():
-    def update(dense, rows, plan, batch):
-        new, rows, metrics = update_of(SPEC)(dense, rows, plan, batch)
-        if len(batch.label) == 4:
-            new = new._replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params))
-        return new, rows, metrics
+    class Changed(jaxrec.Task):
+        def update(self, dense, rows, plans, batch):
+            new, rows, metrics = super().update(dense, rows, plans, batch)
+            if len(batch.label) == 4:
+                new = new._replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params))
+            return new, rows, metrics
 
     half = jax.tree.map(lambda leaf: leaf[:4], make_batches(1)[0])  # no more rows, so the plan keeps its capacity
-    pipeline = pipeline_of(update=update)
+    pipeline = pipeline_of(task=task_of(SPEC, kind=Changed))
     with pytest.raises(ValueError, match="changes the shapes of the dense state"), pipeline:
         list(pipeline.run([*make_batches(3), half]))
     assert int(pipeline.state.dense.step) == 3 == pipeline.tables.step
@@ -1025,12 +1027,13 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
             raise Broken
         return step
 
-    def update(*args):
-        dense, rows, metrics = update_of(SPEC)(*args)
-        step = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.int32), dense.step)
-        return dense._replace(step=step), rows, metrics
+    class Refused(jaxrec.Task):
+        def update(self, *given):
+            dense, rows, metrics = super().update(*given)
+            step = jax.pure_callback(refuse, jax.ShapeDtypeStruct((), jnp.int32), dense.step)
+            return dense._replace(step=step), rows, metrics
 
-    pipeline = pipeline_of(update=update, window=0)
+    pipeline = pipeline_of(task=task_of(SPEC, kind=Refused), window=0)
     with pytest.raises(Exception, match="Broken"), pipeline:  # jax's error, which contains it
         list(pipeline.run(make_batches(6)))
     with pytest.raises(BrokenEngine, match="The dense state is gone") as raised:
@@ -1159,7 +1162,7 @@ def test_of_two_failed_writes_the_first_is_told():
             until(lambda: pipeline.scheduler.error_after_commit is not None)
             raise KeyError("second")
 
-    pipeline = Pipeline(watched(make_state(), before_write=write), update_of(SPEC), window=8, writers=2)
+    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_write=write), window=8, writers=2)
     pipeline.scheduler_type = Numbered
     with pytest.raises(Broken), pipeline:
         list(pipeline.run(make_batches(16)))
@@ -1178,7 +1181,7 @@ def test_a_failed_gather_is_told_before_it_counts_as_ended():
         if Numbered.mine.batch == 4:
             raise Broken
 
-    pipeline = Pipeline(watched(make_state(), before_read=read), update_of(SPEC), window=WINDOW)
+    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_read=read), window=WINDOW)
     pipeline.scheduler_type = Looking
     with pytest.raises(Broken) as raised, pipeline:
         list(pipeline.run(make_batches(12)))
@@ -1260,7 +1263,7 @@ def waiting_pipeline(place, go):
             assert go.wait(60)
         return to_host(tree)
 
-    pipeline = Pipeline(make_state(), update_of(SPEC), fetch=fetch, window=0 if place == "commit" else WINDOW)
+    pipeline = Pipeline(task_of(SPEC), make_state(), fetch=fetch, window=0 if place == "commit" else WINDOW)
     if place == "snapshot":
         pipeline.snapshot_at(4, lambda state: go.wait(60))
         pipeline.snapshot_at(5, print, unreached="ignore")
@@ -1396,7 +1399,7 @@ def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
 SCRIPT = """
 import sys, time
 import numpy as np, jax
-from test_oac import ROWS, SPEC, make_batches, make_state, update_of
+from test_oac import ROWS, SPEC, make_batches, make_state, task_of
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
 
@@ -1407,7 +1410,7 @@ def fetch(tree):
     return jax.tree.map(np.asarray, tree)
 
 state = make_state()._replace(tables=HostTables.create(SPEC, ROWS, sys.argv[1]))
-pipeline = Pipeline(state, update_of(SPEC), window=3, fetch=fetch)
+pipeline = Pipeline(task_of(SPEC), state, window=3, fetch=fetch)
 sys.kept = pipeline.run(make_batches(12))  # nothing of it is ever collected
 for _ in range(6):
     next(sys.kept)

@@ -4,6 +4,7 @@ The laws of all homes of rows are elsewhere. The kernels are those of a GPU, run
 part `pinned` of on_accelerator.py.
 """
 
+import dataclasses
 import gc
 import multiprocessing
 import types
@@ -20,6 +21,7 @@ from test_tables import dense_table, small_spec
 
 import jaxrec
 from jaxrec.embedding import HostTables, PinnedTables, native, pinned, plan, rowwise_adagrad
+from jaxrec.sharding import AXES
 from jaxrec.types import Part, Plan
 
 ROWS = rowwise_adagrad(0.1)
@@ -46,23 +48,22 @@ def loss(params, activations, batch):
 
 
 SPEC = small_spec(shards=4)
-STEP = jaxrec.make_train_step(SPEC, loss, optax.sgd(0.1), ROWS)
+TASK = jaxrec.Task(SPEC, loss, optax.sgd(0.1), ROWS)
 
 
 def batch_at(step, size=12):
-    ones = np.ones(size, np.float32)
-    return jaxrec.Batch(draw_ids(SPEC, size, step), np.zeros((size, 0), np.float32), ones, ones)
+    return jaxrec.Batch(draw_ids(SPEC, size, step), np.ones(size, np.float32))
 
 
-def state_of(tables, mesh=None):
-    return jaxrec.init_state({"bias": jnp.zeros(())}, optax.sgd(0.1), tables, mesh)
+def state_of(tables, task=TASK):
+    return task.init({"bias": jnp.zeros(())}, tables)
 
 
 def trained(tables, steps=40):
     state, metrics = state_of(tables), []
     for step in range(steps):
         batch = batch_at(step)
-        state, its = STEP(state, plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}), batch)
+        state, its = TASK.step(state, batch, plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}))
         metrics.append(its["loss"])
     return state, metrics
 
@@ -102,7 +103,7 @@ def test_programs_and_the_host_see_what_the_other_wrote():
 
 
 def _by_step(state, plans, batch):
-    STEP(state, plans, batch)
+    TASK.step(state, batch, plans)
 
 
 def _by_host(state, plans, batch):
@@ -118,9 +119,9 @@ def test_a_prediction_has_the_rows_of_its_state_though_they_are_overwritten_at_o
     plans, found = plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}), []
     for late in (False, True):
         state = state_of(PinnedTables.create(SPEC, ROWS))
-        look(state, plans, batch)
+        look(state, batch, plans)
         bias = state.dense.params["bias"] + (0 * slow(np.full((400, 400), 0.01, np.float32)) if late else 0)
-        found.append(look(state._replace(dense=state.dense._replace(params={"bias": bias})), plans, batch))
+        found.append(look(state._replace(dense=state.dense._replace(params={"bias": bias})), batch, plans))
         overwrite(state, plans, batch)
     assert_equal(*found)
 
@@ -210,9 +211,9 @@ def test_memory_that_the_driver_refuses_is_told_and_none_stays_registered(monkey
 @pytest.mark.parametrize("home", ["device", "pinned"])
 def test_devices_of_a_mesh_plan_the_batches_that_they_are_sent(home):
     mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
-    step, found = jaxrec.make_train_step(SPEC, loss, optax.sgd(0.1), ROWS, mesh), []
+    task, found = dataclasses.replace(TASK, mesh=mesh), []
     for send in (lambda batch: batch, lambda batch: jaxrec.to_device(batch, mesh)):
-        with jaxrec.Serial(state_of(tables_in(home, SPEC, ROWS, mesh), mesh), step) as engine:
+        with jaxrec.Serial(task, state_of(tables_in(home, SPEC, ROWS, mesh), task)) as engine:
             losses = [float(metrics["loss"]) for _, metrics in engine.run(send(batch_at(i)) for i in range(8))]
             found.append((losses, rows_of(engine.tables)))
     assert_equal(*found)
@@ -319,8 +320,8 @@ def test_rows_are_pinned_if_they_take_more_than_half_of_the_gpus(gb, on_devices,
     """Two devices; small_spec takes (36 * 4 + 20 * 1 + 56) * 4 B = 880 B with its slots."""
     stats = {"bytes_limit": (gb or 0) * 1e9 / 2}
     device = types.SimpleNamespace(memory_stats=lambda: stats, platform="gpu" if gb else "tpu")
-    mesh = types.SimpleNamespace(devices=np.array([device] * 2))
-    job = types.SimpleNamespace(spec=SPEC, row_optimizer=ROWS)
-    assert fits_devices(job, mesh) == on_devices
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = types.SimpleNamespace(devices=np.array([device] * 2), axis_names=AXES, axis_types=auto)
+    assert fits_devices(types.SimpleNamespace(spec=SPEC, row_optimizer=ROWS, mesh=mesh)) == on_devices
     said = capsys.readouterr().out
     assert said == "" if gb is None else ("on the devices" if on_devices else "pinned in host memory") in said

@@ -136,8 +136,8 @@ def test_ids_that_do_not_fit_are_refused(ids, message, plans):
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_a_batch_sent_to_the_device_is_planned_as_on_the_host_or_refused(dtype):
-    spec, limits, ones = EmbeddingSpec({"t": Table(40, 4)}, {"t": Lookup("t")}), np.iinfo(dtype), np.ones(4, np.float32)
-    batch = jaxrec.Batch({"t": np.array([7, 39, 0, 7], dtype)}, np.zeros((4, 0), np.float32), ones, ones)
+    spec, limits = EmbeddingSpec({"t": Table(40, 4)}, {"t": Lookup("t")}), np.iinfo(dtype)
+    batch = jaxrec.Batch({"t": np.array([7, 39, 0, 7], dtype)}, np.ones(4, np.float32))
     sent = jaxrec.to_device(batch)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sent)) and sent.ids["t"].dtype == np.int32
     jax.tree.map(np.testing.assert_array_equal, plan(spec, sent.ids), plan(spec, batch.ids))

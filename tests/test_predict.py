@@ -1,5 +1,6 @@
 """Use of a trained run: its model without optimizers and its embeddings, in memory and through files."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -41,7 +42,17 @@ from jaxrec.checkpoint import (
 )
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, prepare, read_rows
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
+from jaxrec.embedding import (
+    DeviceTables,
+    EmbeddingSpec,
+    HostTables,
+    Lookup,
+    Table,
+    adagrad,
+    create_tables,
+    embedding_matrix,
+    sgd,
+)
 from jaxrec.loop import planned
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
@@ -52,32 +63,29 @@ TABLES = {"user": Table(40, 8), "item": Table(9, 8)}
 SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("user", "item"))}, shards=4)
 ROWS, DENSE = adagrad(0.1), optax.adam(0.05)
 PARAMS = {"bias": jnp.zeros(())}
-HOMES = pytest.mark.parametrize("home", [HostTables, DeviceTables])
-TEST = pair_batch(64, seed=99)
+KINDS = {"host": HostTables, "device": DeviceTables}
+HOMES = pytest.mark.parametrize("home", KINDS)
+TASK, TEST = jaxrec.Task(SPEC, pair_loss, DENSE, ROWS), pair_batch(64, seed=99)
 
 
-def train_step(mesh=None):
-    return jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS, mesh)
-
-
-def fresh(home=HostTables):
-    return jaxrec.init_state(PARAMS, DENSE, home.create(SPEC, ROWS))
+def fresh(home="host"):
+    return TASK.init(PARAMS, home)
 
 
 def batches(first=0, last=12):
     return [pair_batch(8, seed) for seed in range(first, last)]
 
 
-def trained(home=HostTables):
-    state, step = fresh(home), train_step()
+def trained(home="host", task=TASK):
+    state = task.init(PARAMS, home)
     for batch in batches():
-        state, _ = step(state, jaxrec.plan(SPEC, batch.ids), batch)
+        state, _ = task.step(state, batch)
     return state
 
 
 def logits(state, spec=SPEC, **where):
     predict = jaxrec.make_eval_step(spec, pair_predict, **where)
-    return np.asarray(predict(state, jaxrec.plan(spec, TEST.ids), TEST))
+    return np.asarray(predict(state, TEST))
 
 
 def save(state, directory, name="step_00000012"):
@@ -93,14 +101,14 @@ def equal(a, b):
 
 
 @HOMES
-@pytest.mark.parametrize("into", [HostTables, DeviceTables])
+@pytest.mark.parametrize("into", KINDS)
 def test_a_restored_model_predicts_what_the_trained_one_did(tmp_path, home, into):
     wanted = save(trained(home), tmp_path)
-    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, home=into)
+    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, place=into)
     equal(logits(state), wanted)
     assert image.step == int(state.dense.step) == 12 and state.dense.opt_state == ()
     assert {part for parts in state.tables.layout.values() for part in parts} == {"value"}
-    assert isinstance(state.tables, into)
+    assert isinstance(state.tables, KINDS[into])
 
 
 def test_shapes_of_parameters_are_enough_and_shards_may_be_others(tmp_path):
@@ -114,7 +122,7 @@ def test_shapes_of_parameters_are_enough_and_shards_may_be_others(tmp_path):
 
 def recovered_run(directory, home, steps=12):
     """State restored from a run with CPR, which has left row deltas with their dense state."""
-    with jaxrec.Serial(fresh(home), train_step()) as engine:
+    with jaxrec.Serial(TASK, fresh(home)) as engine:
         schedule = dict(save_every_steps=4, total_steps=20, scheme=mfu(), fraction=0.5)
         recovery = engine.enter(Recovery(engine, directory, **schedule))
         jaxrec.train(engine, lambda at: batches(at, steps), [recovery.hook])
@@ -125,26 +133,23 @@ def recovered_run(directory, home, steps=12):
 @HOMES
 def test_a_chain_of_deltas_predicts_what_the_state_restored_from_it_does(tmp_path, home):
     wanted = recovered_run(tmp_path, home)
-    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, home=home)
+    state, image = restore_for_prediction(tmp_path, SPEC, PARAMS, place=home)
     assert image.path.name.startswith("delta_") and not images(tmp_path)  # over initial rows
     equal(logits(state), logits(wanted))
     write_image(tmp_path / "step_00000011", snapshot(trained(home)))  # older than the deltas
-    again, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, home=home)
+    again, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, place=home)
     equal(logits(again), logits(wanted))
 
 
 def test_each_replica_predicts_what_it_did(tmp_path):
     mesh = jaxrec.make_mesh(2, jax.devices()[:2])
-    state = jaxrec.init_state(PARAMS, DENSE, DeviceTables.create(SPEC, ROWS, mesh), mesh)
-    step = train_step(mesh)
-    for batch in batches():
-        state, _ = step(state, jaxrec.plan(SPEC, batch.ids), batch)
+    state = trained("device", dataclasses.replace(TASK, mesh=mesh))
     write_image(tmp_path / "step_00000012", snapshot(state))
     wanted = [logits(state, mesh=mesh, replica=replica) for replica in (0, 1)]
     assert (wanted[0] != wanted[1]).any()
     for replica in (0, 1):
         equal(logits(restore_for_prediction(tmp_path, SPEC, PARAMS, replica)[0]), wanted[replica])
-        there, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, replica, DeviceTables, mesh)
+        there, _ = restore_for_prediction(tmp_path, SPEC, PARAMS, replica, "device", mesh)
         equal(logits(there, mesh=mesh, replica=1), wanted[replica])
     equal(
         logits(restore_for_prediction(tmp_path, SPEC, PARAMS)[0]),
@@ -158,9 +163,9 @@ def test_to_go_on_training_still_wants_the_optimizers(tmp_path):
     """Negative control: only a model for prediction is restored without optimizers."""
     save(trained(), tmp_path)
     with pytest.raises(ValueError, match="other row optimizer slots"):
-        restore(tmp_path, jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, sgd(0.1))))
+        restore(tmp_path, dataclasses.replace(TASK, row_optimizer=sgd(0.1)).init(PARAMS, "host"))
     with pytest.raises(ValueError, match="other dense state"):
-        restore(tmp_path, jaxrec.init_state(PARAMS, optax.sgd(0.1), HostTables.create(SPEC, ROWS)))
+        restore(tmp_path, dataclasses.replace(TASK, optimizer=optax.sgd(0.1)).init(PARAMS, "host"))
 
 
 # ---- the embeddings
@@ -177,7 +182,7 @@ def random_spec(seed):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.more) for seed in (1, 2, 3))])
 def test_a_matrix_has_the_rows_that_lookups_read(home, seed):
     spec = random_spec(seed)
-    tables = home.create(spec, ROWS)
+    tables = create_tables(home, spec, ROWS)
     for name, table in spec.tables.items():
         ids = {other: np.arange(table.rows) if other == name else np.full(table.rows, -1) for other in spec.tables}
         plans = jaxrec.plan(spec, ids)
@@ -214,7 +219,7 @@ def test_an_image_gives_the_rows_and_slots_of_each_table(tmp_path, seed):
     for stack in tables.shards.values():
         for shard, parts in enumerate(stack):
             parts["accumulator"][:] = np.random.default_rng([seed, shard]).random(parts["accumulator"].shape)
-    write_image(tmp_path / "step_00000001", snapshot(jaxrec.init_state(PARAMS, DENSE, tables)))
+    write_image(tmp_path / "step_00000001", snapshot(dataclasses.replace(TASK, spec=spec).init(PARAMS, tables)))
     read = read_tables(tmp_path, list(spec.tables), ("value", "accumulator"))
     for name in spec.tables:
         equal(read[name]["value"], embedding_matrix(tables, name))
@@ -222,7 +227,7 @@ def test_an_image_gives_the_rows_and_slots_of_each_table(tmp_path, seed):
 
 
 def test_a_chain_gives_the_newest_of_each_row(tmp_path):
-    wanted = recovered_run(tmp_path, HostTables).tables
+    wanted = recovered_run(tmp_path, "host").tables
     for name in TABLES:
         equal(read_tables(tmp_path, [name])[name]["value"], embedding_matrix(wanted, name))
     with pytest.raises(ValueError, match="what their slots .* begin with stands in no image"):
@@ -339,7 +344,7 @@ def test_an_evaluation_looks_within_groups_and_at_segments(tmp_path, capsys):
 
 def test_the_best_state_of_a_run_is_evaluated_and_exported_unless_the_last_is_asked_for(tmp_path, capsys):
     run, job, last, data = synthetic_run(tmp_path)
-    best = job.state(HostTables.create(job.spec, job.row_optimizer), seed=1)
+    best = job.state("host", seed=1)
     with pytest.raises(ValueError, match="has kept no best state: .*--patience or --monitor.* Leave out --state"):
         evaluated(run, tmp_path / "none", state="best")
     saver = saving.Best(types.SimpleNamespace(directory=run, id="a" * 16), "validation_auc", lambda step: {})
@@ -425,7 +430,7 @@ def test_ids_count_for_their_field_whether_pooled_or_not_and_with_weight_only(hi
         "bags": {"seen": {"table": "item", "hots": 3}},
     }
     ids = {"sparse": np.array([[1, 0], [2, 1], [1, 1]]), "seen": np.array([[1, 2, 1], [5, -1, -1], [1, 1, 1]])}
-    batch = jaxrec.Batch(ids, np.zeros((3, 1)), np.zeros(3), np.array([1.0, 0.5, 0.0]))
+    batch = jaxrec.Batch(ids, np.zeros(3), np.zeros((3, 1)), np.array([1.0, 0.5, 0.0]))
     found = evaluate.counted(spec_of(table, 4, 1, 0, history), batch)
     assert {name: its.tolist() for name, its in found.items()} == {"user": [2, 1], "item": [1, 1], "seen": [4, 2]}
 
@@ -569,11 +574,11 @@ def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, 
     export.main(export.Config(back=tmp_path / "all.npz", into=tmp_path / "other"))
     after = []
     for directory in (run / "checkpoints", tmp_path / "other"):
-        again, image = restore(directory, job.state(HostTables.create(job.spec, job.row_optimizer), seed=1))
+        again, image = restore(directory, job.state("host", seed=1))
         assert_equal_states(again, state)
         assert image.run == "a" * 16 and image.step == 3
         more = jaxrec.SyntheticClicks((9,) * 26).stream(64, 3, 5)
-        after.append(jaxrec.fit(again, planned(job.spec, more), job.train_step()))
+        after.append(jaxrec.fit(job.task, again, planned(job.spec, more)))
     assert_equal_states(after[1], after[0])
 
 
@@ -586,7 +591,7 @@ def test_without_optimizers_what_comes_back_predicts_and_no_more(tmp_path):
     back, _ = restore_for_prediction(tmp_path / "other", job.spec, job.init(5))
     assert quality(back, job, data.test()) == quality(state, job, data.test())
     with pytest.raises(ValueError, match="other row optimizer slots"):
-        restore(tmp_path / "other", job.state(HostTables.create(job.spec, job.row_optimizer), seed=0))
+        restore(tmp_path / "other", job.state("host", seed=0))
 
 
 def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
@@ -604,7 +609,7 @@ def test_odd_leaves_and_a_chain_of_deltas_go_out_and_back(tmp_path):
     found, wanted = restore(tmp_path / "other", state_of(0))[0], state_of(4)
     assert found.dense.opt_state == wanted.dense.opt_state
     assert_equal_states(*(state._replace(dense=state.dense._replace(opt_state=())) for state in (found, wanted)))
-    recovered = recovered_run(tmp_path / "chain", HostTables)
+    recovered = recovered_run(tmp_path / "chain", "host")
     found = exported(tmp_path / "chain.npz", tmp_path / "chain", all=True)
     equal(found["table.user.value"], embedding_matrix(recovered.tables, "user"))
 
@@ -615,7 +620,7 @@ def test_tables_are_read_together_up_to_the_size_of_the_largest(tmp_path, optimi
     tables = {"a": Table(10, 2), "b": Table(100, 2), "c": Table(40, 2), "d": Table(60, 2), "e": Table(1, 2)}
     tables |= {"wide": Table(50, 3)}
     spec = EmbeddingSpec(tables, {name: Lookup(name) for name in tables})
-    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(spec, ROWS))
+    state = dataclasses.replace(TASK, spec=spec).init(PARAMS, "host")
     image = write_image(tmp_path / "step_00000000", snapshot(state))
     assert list(export.together(image, optimizer)) == [["a"], ["b"], ["c", "d"], ["e"], ["wide"]]
     assert export.bytes_of(image, ["wide"], optimizer) == 50 * 3 * 4 * (1 + optimizer)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from homes import tables_in
 from strategies import chosen
 from world import batch_of, is_inside, until
 
-from jaxrec import init_state, make_mesh, make_train_step
+from jaxrec import Task, make_mesh
 from jaxrec.checkpoint import deltas, images, read_manifest, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.checkpoint.row_deltas import write_delta
@@ -25,7 +26,6 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, 
 from jaxrec.loop import Serial, planned
 from jaxrec.loop import train as fit_all
 from jaxrec.oac import Pipeline
-from jaxrec.step import make_update
 from jaxrec.types import DenseState, TrainState
 
 TABLES = {"big": Table(90, 4), "small": Table(7, 4), "wide": Table(40, 8)}
@@ -47,7 +47,7 @@ def loss(params, activations, batch):
     return optax.sigmoid_binary_cross_entropy(logit, batch.label)
 
 
-STEP = make_train_step(SPEC, loss, DENSE, ROWS)
+TASK = Task(SPEC, loss, DENSE, ROWS)
 CAPACITY = {"width_4": 16, "width_8": 12}  # enough for every batch, so that each home compiles once
 
 
@@ -61,7 +61,7 @@ def batches(start=0, stop=STEPS, size=12):
 
 
 def fresh(home):
-    return init_state({"w": jnp.ones(3)}, DENSE, tables_in(home, SPEC, ROWS, make_mesh()))
+    return TASK.init({"w": jnp.ones(3)}, tables_in(home, SPEC, ROWS, make_mesh()))
 
 
 def fill_with_nan(tables, shard):
@@ -86,7 +86,7 @@ def same(a, b):
 @contextlib.contextmanager
 def watched(home, directory, scheme="vanilla", state=None, **more):
     """An engine over a home, and its recovery."""
-    with Serial(state or fresh(home), STEP) as engine:
+    with Serial(TASK, state or fresh(home)) as engine:
         yield engine, engine.enter(make(engine, directory, scheme, **more))
 
 
@@ -98,11 +98,11 @@ def run(engine, start=0, stop=STEPS, hooks=(), given=None):
 
 
 def train(home, stop=STEPS, hooks=()):
-    return run(Serial(fresh(home), STEP), stop=stop, hooks=hooks)
+    return run(Serial(TASK, fresh(home)), stop=stop, hooks=hooks)
 
 
 def oac(window):
-    return Pipeline(fresh("host"), make_update(SPEC, loss, DENSE, ROWS), mode="oac", window=window)
+    return Pipeline(TASK, fresh("host"), mode="oac", window=window)
 
 
 def make(engine, directory, scheme="vanilla", **more):
@@ -210,14 +210,15 @@ def test_regular_saves_alone_hold_the_tables_in_whole_and_all_their_rows(tmp_pat
 def moving(spec):
     """An engine whose step moves every row of host tables and nothing else."""
 
-    def step(state, plans, batch):
+    def step(state, batch, plans):
         dense = state.dense._replace(step=np.int32(state.dense.step + 1))
         for shards in state.tables.shards.values():
             for shard in shards:
                 shard["value"][:] += dense.step
         return state._replace(dense=dense), {"loss": np.float32(0)}
 
-    return Serial(TrainState(DenseState(np.int32(0), {}, ()), HostTables.create(spec, ROWS)), step)
+    state = TrainState(DenseState(np.int32(0), {}, ()), HostTables.create(spec, ROWS))
+    return Serial(types.SimpleNamespace(step=step), state)
 
 
 @pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
@@ -267,7 +268,7 @@ def test_full_recovery_trains_again_to_the_same_bits(tmp_path, home):
     with watched(home, tmp_path / "run", mode="full", failures={13: [0], 30: [2]}) as (engine, recovery):
         state = fit_all(engine, stream, [recovery.hook])
     assert recovery.lost_steps == (13 - 8) + (30 - 24) and recovery.pls == 0 and recovery.failed == 2
-    plain = fit_all(Serial(fresh(home), STEP), stream)
+    plain = fit_all(Serial(TASK, fresh(home)), stream)
     assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
     np.testing.assert_array_equal(state.dense.params["w"], plain.dense.params["w"])
 
@@ -371,7 +372,7 @@ def test_rows_that_could_not_be_copied_stay_to_be_saved(tmp_path):
 
 @pytest.mark.parametrize("under_oac", [False, True])
 def test_rows_that_could_not_be_written_stay_to_be_saved_and_training_goes_on(tmp_path, under_oac):
-    with oac(window=4) if under_oac else Serial(fresh("host"), STEP) as engine:
+    with oac(window=4) if under_oac else Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(make(engine, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
         with in_the_way(tmp_path, "delta_000001"):
             list(engine.run(batches(0, 8), [recovery.hook]))
@@ -392,7 +393,7 @@ def test_after_a_failed_save_every_access_counts_also_those_between_its_pick_and
         wanted.append(tracker.count)
     pick = lambda tracker, *more: (at_picks.append(tracker.count.copy()), scheme.pick(tracker, *more))[1]
     watching = scheme._replace(pick=pick)
-    with FAILED, in_the_way(tmp_path, "delta_000001"), Serial(fresh("host"), STEP) as engine:
+    with FAILED, in_the_way(tmp_path, "delta_000001"), Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, 8, STEPS, scheme=watching, fraction=1.0))
         run(engine, given=given, hooks=[recovery.hook])
     assert len(at_picks) == 2 * len(wanted)
@@ -552,24 +553,24 @@ def test_a_plan_without_some_rows_reads_all_others():
     ],
 )
 def test_bad_input_is_refused(tmp_path, changed, message):
-    engine = Serial(fresh("host"), STEP)
+    engine = Serial(TASK, fresh("host"))
     with pytest.raises(ValueError, match=message):
         Recovery(engine, tmp_path, **({"save_every_steps": 8, "total_steps": 40} | changed))
 
 
 def test_a_failure_before_the_first_step_has_happened_only_if_there_is_an_image(tmp_path):
-    with Serial(fresh("host"), STEP) as engine:
+    with Serial(TASK, fresh("host")) as engine:
         recovery = engine.enter(make(engine, tmp_path, failures={5: [1]}))
         run(engine, 0, 6, [recovery.hook])
         recovery.save_whole()
         with pytest.raises(ValueError, match="a step of failures=5 must be a whole number from 7 to 40"):
             make(engine, tmp_path / "other", failures={5: [1]})
         state, image = restore(tmp_path, fresh("host"))
-        make(Serial(state, STEP), tmp_path, failures={5: [1]}, image=image)
+        make(Serial(TASK, state), tmp_path, failures={5: [1]}, image=image)
 
 
 def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
-    engine, other = Serial(fresh("host"), STEP), Serial(fresh("host"), STEP)
+    engine, other = Serial(TASK, fresh("host")), Serial(TASK, fresh("host"))
     recovery = make(engine, tmp_path)
     with pytest.raises(ValueError, match="enter the recovery before the first step"):
         run(engine, 0, 1, [recovery.hook])
@@ -617,7 +618,7 @@ def test_a_save_of_a_step_that_the_hook_has_not_seen_holds_its_rows(tmp_path, un
             raise KeyError("of a hook before the recovery's")
         return state
 
-    engine = oac(window=2) if under_oac else Serial(fresh("host"), STEP)
+    engine = oac(window=2) if under_oac else Serial(TASK, fresh("host"))
     with pytest.raises(KeyError), engine:
         recovery = engine.enter(make(engine, tmp_path, "mfu", fraction=1.0))
         list(engine.run(batches(0, 24), [fail, recovery.hook]))
@@ -672,7 +673,7 @@ def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_pa
         engine.exclusive(copy_a_shard)
         recovery.save_whole()
         assert all_come_back()
-        engine.reset(run(Serial(fresh("host"), STEP), 32, 40))  # another state of step 8
+        engine.reset(run(Serial(TASK, fresh("host")), 32, 40))  # another state of step 8
         assert all_come_back()
 
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chosen, draw_ids, examples, specs
 from studies.deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial, of_losses
-from test_engine import DENSE, ROWS, SPEC, STEP, UPDATE, batch_at, bits, fresh, plain, same
+from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train
 from test_oac_runs import serial_loop
 from test_tables import dense_table, random_like
-from world import loss, until
+from world import until
 
 from jaxrec.checkpoint import (
     Checkpointer,
@@ -152,7 +152,7 @@ def test_a_free_trainer_over_servers_ends_with_the_bits_of_one_over_host_tables(
     found = []
     for tables in (HostTables.create(SPEC, ROWS), remote(SPEC, ROWS, 2)):
         streams, params = [[batch_at(index) for index in range(8)]], {"w": np.ones(4, np.float32)}
-        (state,), figures = train_freely(SPEC, loss, DENSE, ROWS, params, tables, streams, None)
+        (state,), figures = train_freely(TASK, params, tables, streams, None)
         assert figures.steps == [8]
         found.append((jax.tree.map(np.array, state), every_row(tables)))
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -338,14 +338,14 @@ def serially(directory, scheme, log=None, losses=None, voided=()):
     """Final bits of Serial over host tables that loses the same shards and deltas at the same steps."""
     losses, voided = (log.losses, log.voided) if log else (losses or {}, voided)
     tables, missed, failures = of_losses(losses, HostTables.create(SPEC, ROWS))
-    engine = NotingSerial(fresh("host")._replace(tables=tables), STEP)
+    engine = NotingSerial(TASK, fresh("host")._replace(tables=tables))
     engine.missed = missed
     with DeltaWrites(voided):
         return run(engine, directory, scheme, failures=failures)[0]
 
 
-ENGINES = {"serial": lambda state: NotingSerial(state, STEP)}
-ENGINES |= {"pipeline": lambda state: NotingPipeline(state, UPDATE, window=3)}
+ENGINES = {"serial": lambda state: NotingSerial(TASK, state)}
+ENGINES |= {"pipeline": lambda state: NotingPipeline(TASK, state, window=3)}
 
 
 INSTANTS = ["read", "put", "put that was done", "save", "restore", "track"]
@@ -406,7 +406,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
         return deaths.get(message, "") if armed else ""
 
     with tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet:
-        engine = NotingPipeline(fresh("host")._replace(tables=fleet.tables), UPDATE, **options)
+        engine = NotingPipeline(TASK, fresh("host")._replace(tables=fleet.tables), **options)
         found, log, recovery = run(engine, Path(directory, "found"), scheme, fleet, armed.append)
         assert bool(fleet.died) == bool(recovery.failed) and engine.step == LENGTH
         assert log.more or same(found, serially(Path(directory, "wanted"), scheme, log))
@@ -537,7 +537,7 @@ def test_full_recovery_survives_a_death_while_all_rows_go_back(make, also, tmp_p
 def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
     deaths = {(0, 1, "put", 15), (0, 2, "change", 0)}
     fate = lambda *message: "die" if message in deaths else ""
-    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
         engine.enter(fleet)  # after the recovery: too late
         with pytest.raises(ShardsLost, match=r"while all were restored: engine.enter\(...\) what replaces them first"):
@@ -547,7 +547,7 @@ def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
 
 def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path):
     fate = lambda server, incarnation, called, n: "die" if (server, called, n) == (0, "put", 5) else ""
-    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH))
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6") as raised:
             list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook]))
@@ -668,7 +668,7 @@ def test_a_scheme_is_sent_only_what_it_looks_at_and_a_recovery_sends_one_message
 
 
 def trained(tables, steps=6):
-    with Serial(fresh("host")._replace(tables=tables), STEP) as engine:
+    with Serial(TASK, fresh("host")._replace(tables=tables)) as engine:
         list(engine.run(map(batch_at, range(steps))))
     return engine.state
 
@@ -747,7 +747,7 @@ def test_a_delta_whose_server_dies_while_it_writes_is_void_and_its_rows_are_in_t
     fate = lambda server, incarnation, verb, n: (
         "answer and die" if (server, incarnation, verb, n) == (1, 1, "run", 1) else ""
     )
-    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
         log = engine.enter(Log(engine))
         engine.enter(fleet)
         recovery = engine.enter(
@@ -763,7 +763,7 @@ def test_a_delta_whose_server_dies_while_it_writes_is_void_and_its_rows_are_in_t
 
 def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_path):
     fate = lambda server, incarnation, verb, n: "answer and die" if (server, verb, n) == (1, "run", 1) else ""
-    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(fresh("host")._replace(tables=fleet.tables), STEP) as engine:
+    with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
         engine.enter(fleet)
         recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
         list(engine.run(map(batch_at, range(EVERY)), [recovery.hook]))

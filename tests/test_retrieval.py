@@ -87,8 +87,8 @@ def test_what_is_ranked_is_what_was_trained():
     towers, state, *_ = trained()
     query, item = retrieval.vectors(towers, state, CLICKS.test)
     ids = {"query": CLICKS.test[:, [USER, PLACE]], "item": CLICKS.test[:, [ITEM]]}
-    plans = plan(towers.spec, ids)
-    found = activations(towers.spec, {name: rows.value for name, rows in state.tables.read(plans).items()}, plans)
+    plans = plan(towers.task.spec, ids)
+    found = activations(towers.task.spec, {name: rows.value for name, rows in state.tables.read(plans).items()}, plans)
     params = jax.tree.map(lambda leaf: leaf[0], state.dense.params)
     apply = lambda name: towers.side.apply(params[name], found[name])
     np.testing.assert_allclose(query, apply("query"), atol=1e-6)
@@ -106,7 +106,7 @@ def test_only_the_corrected_loss_sees_how_often_an_item_is_clicked(corrected):
         "item": rng.standard_normal((32, 1, 8), np.float32),
     }
     batch = next(in_batches(CLICKS, 32, 1, 0))
-    loss = lambda shift: towers.loss(params, vectors, batch._replace(dense=batch.dense + shift))
+    loss = lambda shift: towers.task.loss(params, vectors, batch._replace(dense=batch.dense + shift))
     np.testing.assert_allclose(loss(1.0), loss(0.0), rtol=1e-4)  # a softmax is invariant to a constant
     assert bool((loss(rng.random((32, 1), np.float32)) != loss(0.0)).any()) is corrected
 

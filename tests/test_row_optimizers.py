@@ -17,9 +17,7 @@ import jaxrec
 from jaxrec.checkpoint import Checkpointer, deltas, restore, restore_shards
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import (
-    DeviceTables,
     EmbeddingSpec,
-    HostTables,
     Lookup,
     Table,
     adagrad,
@@ -140,7 +138,7 @@ def batches(first=0, last=STEPS):
         ids[1] = ids[0]  # duplicates, within a batch and within an example
         ids[2, 1] = ids[2, 0]
         weight = np.array([1, 2, 1, 0, 1, 1], np.float32)
-        yield Batch({"two": ids}, rng.standard_normal((6, WIDTH)).astype(np.float32), np.zeros(6, np.float32), weight)
+        yield Batch({"two": ids}, np.zeros(6, np.float32), rng.standard_normal((6, WIDTH)).astype(np.float32), weight)
 
 
 def gradients_of(batch):
@@ -155,14 +153,13 @@ def gradients_of(batch):
 DENSE = optax.sgd(0.0)
 
 
-def fresh(rows, home=HostTables, *where):
-    return jaxrec.init_state({"scale": jnp.ones(())}, DENSE, home.create(SPEC, rows, *where), *where)
-
-
 @functools.cache
-def programs(name, mesh=None):
-    arguments = SPEC, loss, DENSE, CASES[name][0]
-    return jaxrec.make_train_step(*arguments, mesh=mesh), jaxrec.make_update(*arguments, mesh=mesh)
+def task_of(name, mesh=None):
+    return jaxrec.Task(SPEC, loss, DENSE, CASES[name][0], mesh)
+
+
+def fresh(task, place="host"):
+    return task.init({"scale": jnp.ones(())}, place)
 
 
 def frozen(state):
@@ -173,7 +170,7 @@ def frozen(state):
 
 
 def serial(name, state=None, last=STEPS):
-    with jaxrec.Serial(state or fresh(CASES[name][0]), programs(name)[0]) as engine:
+    with jaxrec.Serial(task_of(name), state or fresh(task_of(name))) as engine:
         return frozen(jaxrec.train(engine, lambda first: batches(first, last)))
 
 
@@ -183,8 +180,8 @@ def assert_equal(a, b):
 
 @EACH
 def test_it_is_the_dense_optimizer_on_touched_rows(name):
-    rows, reference = CASES[name]
-    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine:
+    task, reference = task_of(name), CASES[name][1]
+    with jaxrec.Serial(task, fresh(task)) as engine:
         wanted = embedding_matrix(engine.tables, "item").astype(np.float64)
         initial = wanted.copy()
         kept: dict[int, object] = {}
@@ -218,7 +215,7 @@ def test_a_row_without_gradient_keeps_its_bits_and_its_slots(rows):
 
 @SLOWLY
 def test_in_flight_it_has_the_bits_of_one_batch_after_the_other(name):
-    with Pipeline(fresh(CASES[name][0]), programs(name)[1], window=3) as pipeline:
+    with Pipeline(task_of(name), fresh(task_of(name)), window=3) as pipeline:
         found = frozen(jaxrec.train(pipeline, batches))
         assert pipeline.counters["stale_rows"] > STEPS
     assert_equal(found, serial(name))
@@ -226,10 +223,8 @@ def test_in_flight_it_has_the_bits_of_one_batch_after_the_other(name):
 
 @SLOWLY
 def test_devices_that_share_the_rows_agree(name):
-    mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
-    rows = CASES[name][0]
-    state = jaxrec.init_state({"scale": jnp.ones(())}, DENSE, DeviceTables.create(SPEC, rows, mesh), mesh)
-    with jaxrec.Serial(state, programs(name, mesh)[0]) as engine:
+    task = task_of(name, jaxrec.make_mesh(devices=jax.devices()[:4]))
+    with jaxrec.Serial(task, fresh(task, "device")) as engine:
         eight = lambda batch: jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:2] * 0]), batch)
         found = frozen(jaxrec.train(engine, lambda first: map(eight, batches(first))))
     wanted = serial(name)
@@ -238,12 +233,12 @@ def test_devices_that_share_the_rows_agree(name):
 
 @SLOWLY
 def test_images_hold_all_of_it(name, tmp_path):
-    rows = CASES[name][0]
-    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine, Checkpointer(tmp_path) as saver:
+    task = task_of(name)
+    with jaxrec.Serial(task, fresh(task)) as engine, Checkpointer(tmp_path) as saver:
         saver.save(jaxrec.train(engine, lambda first: batches(first, 11)))
-    state, image = restore(tmp_path, fresh(rows))
+    state, image = restore(tmp_path, fresh(task))
     assert_equal(serial(name, state), serial(name))
-    tables = fresh(rows).tables
+    tables = fresh(task).tables
     restore_shards(image.path, tables, [2])
     wanted = serial(name, last=11)[1]
     for part, shards in tables.parts("width_4").items():
@@ -253,8 +248,7 @@ def test_images_hold_all_of_it(name, tmp_path):
 @SLOWLY
 def test_a_lost_shard_comes_back_from_deltas_with_its_slots(name, tmp_path):
     """Every touched row is saved at every step, so the run has the bits of one without the failure."""
-    rows = CASES[name][0]
-    with jaxrec.Serial(fresh(rows), programs(name)[0]) as engine:
+    with jaxrec.Serial(task_of(name), fresh(task_of(name))) as engine:
         schedule = dict(save_every_steps=1, total_steps=STEPS, scheme=mfu(), fraction=1.0, failures={9: [2]})
         recovery = engine.enter(Recovery(engine, tmp_path, **schedule))
         found = frozen(jaxrec.train(engine, batches, [recovery.hook]))
@@ -266,8 +260,7 @@ def test_an_adam_that_does_not_stand_still_is_another_one():
     """Negative control of the harness: dense Adam, whose moments move every row in every step."""
     plain = optax.adam(0.05)
     states = plain.init(jnp.zeros((ROWS, WIDTH)))
-    with jaxrec.Serial(fresh(CASES["lazy adam"][0]), programs("lazy adam")[0]) as engine:
-        wanted = jnp.asarray(embedding_matrix(engine.tables, "item"))
+    wanted = jnp.asarray(embedding_matrix(fresh(task_of("lazy adam")).tables, "item"))
     for batch in batches():
         gradient = np.zeros((ROWS, WIDTH), np.float32)
         for row, one in gradients_of(batch).items():
@@ -318,13 +311,13 @@ def test_a_schedule_gives_each_step_the_rate_of_a_float(make):
 
 def test_free_and_emulated_trainers_count_their_own_steps():
     """One trainer with one worker equals the serial loop: dense parameters and rows are at the same step."""
-    name, params = "sgd at a schedule", {"scale": jnp.ones(())}
-    tables = fresh(CASES[name][0]).tables
-    train_freely(SPEC, loss, DENSE, CASES[name][0], params, tables, [batches()])
-    one_shard = dataclasses.replace(SPEC, shards=1)
-    emulation = Emulation(one_shard, loss, DENSE, CASES[name][0], params, trainers=1)
+    task, params = task_of("sgd at a schedule"), {"scale": jnp.ones(())}
+    tables = fresh(task).tables
+    train_freely(task, params, tables, [batches()])
+    one_shard = dataclasses.replace(task, spec=dataclasses.replace(SPEC, shards=1))
+    emulation = Emulation(one_shard, params, trainers=1)
     emulation.run(batches())
-    with jaxrec.Serial(fresh(CASES[name][0]), programs(name)[0]) as engine:
+    with jaxrec.Serial(task, fresh(task)) as engine:
         wanted = embedding_matrix(jaxrec.train(engine, batches).tables, "item")
     for found in (tables, emulation.tables):
         np.testing.assert_allclose(embedding_matrix(found, "item"), wanted, rtol=1e-4, atol=1e-6)

@@ -30,7 +30,7 @@ from meetings import (
 from world import at_line, is_inside, join_all, no_threads_left, until, workers
 
 import jaxrec
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, Lookup, Table, sgd
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
 from jaxrec.interrupts import wait
 from jaxrec.shadowsync import (
     AllToAll,
@@ -437,19 +437,14 @@ def test_averaging_after_every_step_of_sgd_is_training_on_the_large_batch():
     spec = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")})
     loss = lambda params, act, batch: optax.sigmoid_binary_cross_entropy(act["item"] @ params["w"], batch.label)
     rng = np.random.default_rng(0)
-    batches = [
-        jaxrec.Batch({"item": rng.integers(0, 40, 32).astype(np.int32)}, np.zeros((32, 0)), rng.random(32), np.ones(32))
-        for _ in range(20)
-    ]
+    batches = [jaxrec.Batch({"item": rng.integers(0, 40, 32).astype(np.int32)}, rng.random(32)) for _ in range(20)]
 
     def trained(replicas, synchroniser):
         mesh = jaxrec.make_mesh(replicas, jax.devices()[:4])
-        rows = sgd(0.5 / replicas)
-        step = jaxrec.make_train_step(spec, loss, optax.sgd(0.5), rows, mesh)
-        tables = DeviceTables.create(spec, rows, mesh)
-        state = jaxrec.init_state({"w": jnp.ones(4)}, optax.sgd(0.5), tables, mesh)
+        task = jaxrec.Task(spec, loss, optax.sgd(0.5), sgd(0.5 / replicas), mesh)
+        state = task.init({"w": jnp.ones(4)})
         for batch in batches:
-            state, _ = step(state, jaxrec.plan(spec, batch.ids), batch)
+            state, _ = task.step(state, batch)
             state = synchroniser.exchange(state) if synchroniser else state
         assert synchroniser is None or synchroniser.rounds == len(batches)
         return np.asarray(state.dense.params["w"]), np.asarray(state.tables.value["width_4"])

@@ -1,6 +1,11 @@
 """SPMD: any number of devices, with padding and replicas, computes the same as one device."""
 
+import copy
 import dataclasses
+import functools
+import pickle
+import re
+import types
 from pathlib import Path
 
 import jax
@@ -27,7 +32,7 @@ from jaxrec.embedding import (
     sgd,
 )
 from jaxrec.models.dlrm import DLRM
-from jaxrec.types import Batch
+from jaxrec.types import Batch, RowOptimizer
 
 SPEC = EmbeddingSpec(
     {"a": Table(40, 4), "b": Table(9, 4), "w": Table(30, 1)},
@@ -51,18 +56,27 @@ def batch_of(step, size=16, padding=0):
     rng = np.random.default_rng(step)
     weight = np.concatenate([rng.random(size - padding), np.zeros(padding)]).astype(np.float32)
     dense, label = rng.standard_normal((size, 3), np.float32), rng.random(size).astype(np.float32)
-    return Batch(draw_ids(SPEC, size, step), dense, label, weight)
+    return Batch(draw_ids(SPEC, size, step), label, dense, weight)
+
+
+TASK = jaxrec.Task(SPEC, loss, optax.adam(0.01), rowwise_adagrad(0.1, 0.1))
+CAPACITY = {name: 16 for name in SPEC.stacks}  # enough for every batch
+
+
+@functools.cache
+def task_on(devices, replicas=1, wrap_loss=loss):
+    return dataclasses.replace(TASK, loss=wrap_loss, mesh=jaxrec.make_mesh(replicas, jax.devices()[:devices]))
+
+
+def fresh(task, home="device"):
+    return task.init(params(), tables_in(home, SPEC, task.row_optimizer, task.mesh))
 
 
 def train(devices=1, replicas=1, home="device", padding=0, steps=3, wrap_loss=loss):
-    mesh = jaxrec.make_mesh(replicas, jax.devices()[:devices])
-    row_optimizer, optimizer = rowwise_adagrad(0.1, 0.1), optax.adam(0.01)
-    tables = tables_in(home, SPEC, row_optimizer, mesh)
-    step = jaxrec.make_train_step(SPEC, wrap_loss, optimizer, row_optimizer, mesh)
-    state, losses = jaxrec.init_state(params(), optimizer, tables, mesh), []
+    task = task_on(devices, replicas, wrap_loss)
+    state, losses = fresh(task, home), []
     for i in range(steps):
-        batch = batch_of(i, padding=padding)
-        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        state, metrics = task.step(state, batch_of(i, padding=padding))
         losses.append(float(metrics["loss"]))
     return state, losses
 
@@ -117,20 +131,17 @@ def test_a_step_without_examples_changes_no_row():
 @pytest.mark.parametrize(("devices", "home"), [(1, "device"), (1, "host"), (4, "device"), (4, "pinned")])
 def test_an_example_of_weight_0_updates_nothing_though_its_label_and_features_are_not_finite(devices, home):
     """Weighting the loss alone would leave gradients of 0 * NaN; finite values there give the same bits."""
-    mesh, rows, optimizer = jaxrec.make_mesh(1, jax.devices()[:devices]), rowwise_adagrad(0.1), optax.adam(0.01)
-    step, found = jaxrec.make_train_step(SPEC, loss, optimizer, rows, mesh), []
+    task, found = dataclasses.replace(task_on(devices), row_optimizer=rowwise_adagrad(0.1)), []
     for fill in (None, np.nan, -np.inf):
-        tables = tables_in(home, SPEC, rows, mesh)
         batch = batch_of(0, padding=5)
         if fill is not None:
             batch.label[-5:] = batch.dense[-5:, 1] = fill
-        state = jaxrec.init_state(params(), optimizer, tables, mesh)
-        state, metrics = step(state, plan(SPEC, batch.ids), batch)
+        state, metrics = task.step(fresh(task, home), batch)
         found.append([np.array(x) for x in (*leaves(state), metrics["loss"])])
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, found[0])
     batch.weight[-1] = 0.5  # negative control
-    assert not np.isfinite(step(state, plan(SPEC, batch.ids), batch)[1]["loss"])
+    assert not np.isfinite(task.step(state, batch)[1]["loss"])
 
 
 def test_replicas_step_on_their_own_batches():
@@ -169,31 +180,27 @@ def test_repeats_to_the_bit(home):
 
 
 def test_the_step_compiles_once():
-    mesh = jaxrec.make_mesh(1, jax.devices()[:2])
     traced = []
 
     def counted(*args):
         traced.append(1)
         return loss(*args)
 
-    optimizer, row_optimizer = optax.adam(0.01), rowwise_adagrad(0.1)
-    step = jaxrec.make_train_step(SPEC, counted, optimizer, row_optimizer, mesh)
-    state = jaxrec.init_state(params(), optimizer, DeviceTables.create(SPEC, row_optimizer, mesh), mesh)
-    batches = [batch_of(i) for i in range(4)]
-    capacity = {n: 16 for n in SPEC.stacks}
+    task = task_on(2, wrap_loss=counted)
+    state, batches = fresh(task), [batch_of(i) for i in range(4)]
     for batch in batches:
-        state, _ = step(state, plan(SPEC, batch.ids, capacity), batch)
+        state, _ = task.step(state, batch, plan(SPEC, batch.ids, CAPACITY))
     # One trace of the value; autodiff and shard_map may look at it more than once, but never again after step 1.
     first = len(traced)
     for batch in batches:
-        state, _ = step(state, plan(SPEC, batch.ids, capacity), batch)
+        state, _ = task.step(state, batch, plan(SPEC, batch.ids, CAPACITY))
     assert len(traced) == first == 1
 
 
 def test_no_gradient_has_the_size_of_a_table():
     spec = EmbeddingSpec({"t": Table(123_457, 8)}, {"t": Lookup("t")}, shards=1)
     tables = DeviceTables.create(spec, sgd(0.1), jaxrec.make_mesh())
-    batch = Batch({"t": np.arange(64)}, np.zeros((64, 0), np.float32), *np.ones((2, 64), np.float32))
+    batch = Batch({"t": np.arange(64)}, np.ones(64, np.float32))
     plans, optimizer = plan(spec, batch.ids), optax.sgd(0.1)
     dense = jaxrec.DenseState(jnp.zeros((), jnp.int32), {}, optimizer.init({}))
     squared = lambda params, activations, batch: (activations["t"] ** 2).sum(-1)
@@ -219,23 +226,20 @@ def dlrm_losses(home, steps=30):
     spec = EmbeddingSpec(
         {str(i): Table(n, 8) for i, n in enumerate(clicks.cardinalities)}, {"sparse": Lookup(("0", "1", "2"))}
     )
-    model, optimizer, row_optimizer = DLRM((16, 8), (16, 1)), optax.adam(0.01), rowwise_adagrad(0.05)
+    model = DLRM((16, 8), (16, 1))
 
     def click_loss(params, activations, batch):
         logit = model.apply(params, batch.dense, activations["sparse"])
         return optax.sigmoid_binary_cross_entropy(logit, batch.label)
 
-    mesh = jaxrec.make_mesh()
-    tables = tables_in(home, spec, row_optimizer, mesh)
-    state = jaxrec.init_state(
-        model.init(jax.random.key(0), jnp.zeros((1, 3)), jnp.zeros((1, 3, 8))), optimizer, tables, mesh
-    )
-    step = jaxrec.make_train_step(spec, click_loss, optimizer, row_optimizer, mesh)
+    task = jaxrec.Task(spec, click_loss, optax.adam(0.01), rowwise_adagrad(0.05), jaxrec.make_mesh())
+    tables = tables_in(home, spec, task.row_optimizer, task.mesh)
+    state = task.init(model.init(jax.random.key(0), jnp.zeros((1, 3)), jnp.zeros((1, 3, 8))), tables)
     losses, capacity = [], None
     for batch in clicks.stream(64, batches=steps):
         plans = plan(spec, batch.ids, capacity)
         capacity = {n: p.unique.shape[1] for n, p in plans.items()}
-        state, metrics = step(state, plans, batch)
+        state, metrics = task.step(state, batch, plans)
         losses.append(float(metrics["loss"]))
     return losses
 
@@ -253,24 +257,20 @@ def test_the_golden_curve(home):
 
 def step_with(loss_or_predict, devices=2, home="device", train=True):
     """Run one step with a loss or a prediction; return its result."""
-    mesh, rows = jaxrec.make_mesh(devices=jax.devices()[:devices]), sgd(0.1)
-    tables = DeviceTables.create(SPEC, rows, mesh) if home == "device" else HostTables.create(SPEC, rows)
-    state, batch = jaxrec.init_state(params(), optax.sgd(0.1), tables, mesh), batch_of(0)
-    make = jaxrec.make_train_step if train else jaxrec.make_eval_step
-    step = make(SPEC, loss_or_predict, *([optax.sgd(0.1), rows] if train else []), mesh=mesh)
-    return step(state, plan(SPEC, batch.ids), batch)
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
+    task = jaxrec.Task(SPEC, loss_or_predict if train else loss, optax.sgd(0.1), sgd(0.1), mesh)
+    step = task.step if train else jaxrec.make_eval_step(SPEC, loss_or_predict, mesh)
+    return step(task.init(params(), home), batch_of(0))
 
 
 def test_several_tasks_have_a_loss_for_each_example_and_predictions_for_each_task():
     rng = np.random.default_rng(0)
     batch = batch_of(0)._replace(label=rng.random((16, 3), np.float32))
-    state, steps = train(steps=0)[0], optax.adam(0.01)
-    tasks = lambda p, a, b: a["pair"].reshape(len(b.weight), -1)[:, :3]
-    step = jaxrec.make_eval_step(SPEC, tasks)
-    assert step(state, plan(SPEC, batch.ids), batch).shape == (16, 3)
-    summed = lambda p, a, b: jnp.sum((tasks(p, a, b) - b.label) ** 2, axis=-1)
-    step = jaxrec.make_train_step(SPEC, summed, steps, rowwise_adagrad(0.1, 0.1))
-    assert np.isfinite(step(state, plan(SPEC, batch.ids), batch)[1]["loss"])
+    state = train(steps=0)[0]
+    several = lambda p, a, b: a["pair"].reshape(len(b.weight), -1)[:, :3]
+    assert jaxrec.make_eval_step(SPEC, several)(state, batch).shape == (16, 3)
+    summed = lambda p, a, b: jnp.sum((several(p, a, b) - b.label) ** 2, axis=-1)
+    assert np.isfinite(dataclasses.replace(TASK, loss=summed).step(state, batch)[1]["loss"])
 
 
 def explicit(mesh):
@@ -283,15 +283,13 @@ def test_a_mesh_with_explicit_axes_computes_the_same_bits(home):
     wanted, found = [], []
     for change, results in ((lambda mesh: mesh, wanted), (explicit, found)):
         mesh = change(jaxrec.make_mesh(2, jax.devices()[:4]))
-        rows, batch = rowwise_adagrad(0.1), batch_of(0)
-        tables = tables_in(home, SPEC, rows, mesh)
-        state = jaxrec.init_state(params(), optax.adam(0.01), tables, mesh)
-        step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), rows, mesh)
+        task, batch = dataclasses.replace(TASK, mesh=mesh), batch_of(0)
+        state = task.init(params(), home)
         plans, placed = plan(SPEC, batch.ids), jaxrec.sharding.put_on_mesh(batch, mesh, jaxrec.sharding.SPLIT)
         on_explicit = jax.device_put(batch, jax.sharding.NamedSharding(mesh, jaxrec.sharding.SPLIT))
         for given in (batch, placed, on_explicit):
-            state, metrics = step(state, plans, given)
-        logit = jaxrec.make_eval_step(SPEC, loss, mesh)(state, plans, batch)
+            state, metrics = task.step(state, given, plans)
+        logit = jaxrec.make_eval_step(SPEC, loss, mesh)(state, batch, plans)
         results += [np.asarray(x) for x in (*leaves(state), metrics["loss"], logit)]
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
@@ -301,8 +299,9 @@ def test_rows_of_another_optimizer_are_refused_where_the_update_is_traced():
     batch = batch_of(0)
     plans, mesh = plan(SPEC, batch.ids), jaxrec.make_mesh()
     for made, wanted in ((adagrad(0.1), rowwise_adagrad(0.1)), (adagrad(0.1), sgd(0.1))):
-        state = jaxrec.init_state(params(), optax.sgd(0.1), HostTables.create(SPEC, made), mesh)
-        update = jax.jit(jaxrec.make_update(SPEC, loss, optax.sgd(0.1), wanted, mesh))
+        task = jaxrec.Task(SPEC, loss, optax.sgd(0.1), wanted, mesh)
+        state = task.init(params(), HostTables.create(SPEC, made))
+        update = jax.jit(task.checked_update)
         with pytest.raises(ValueError, match="have slots .*give tables and step the same row optimizer"):
             update(state.dense, state.tables.read(plans), plans, batch)
 
@@ -312,35 +311,34 @@ def test_values_on_a_device_are_not_looked_at():
     batch = batch_of(0)._replace(weight=np.full(16, -1, np.float32))
     plans, (state, _) = plan(SPEC, batch.ids), train(steps=0)
     step = jaxrec.make_eval_step(SPEC, loss)
-    assert step(state, plans, jax.device_put(batch)).shape == (16,)
+    assert step(state, jax.device_put(batch), plans).shape == (16,)
     with pytest.raises(ValueError, match="weights are finite and 0 or more"):
-        step(state, plans, batch)
+        step(state, batch, plans)
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_a_refused_step_leaves_the_state_as_it_was_and_of_use(home):
     state, _ = train(home=home, steps=1)
     before, batch = [np.array(x) for x in leaves(state)], batch_of(1)
-    step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), rowwise_adagrad(0.1, 0.1))
     for wrong in (batch._replace(weight=-batch.weight), batch._replace(label=batch.label[:5]), batch._replace(ids={})):
-        with pytest.raises(ValueError):
-            step(state, plan(SPEC, batch.ids), wrong)
+        for plans in (plan(SPEC, batch.ids), None):
+            with pytest.raises(ValueError):
+                TASK.step(state, wrong, plans)
     jax.tree.map(np.testing.assert_array_equal, leaves(state), before)
-    step(state, plan(SPEC, batch.ids), batch)
+    TASK.step(state, batch)
 
 
 def test_a_step_is_a_part_of_a_program_of_ones_own():
     """Under an outer jit, with plans made on the device, a step computes the same result."""
-    optimizer, rows = optax.adam(0.05), adagrad(0.1)
-    step = jaxrec.make_train_step(SPEC, loss, optimizer, rows)
+    task = jaxrec.Task(SPEC, loss, optax.adam(0.05), adagrad(0.1))
     capacity = {name: 64 for name in SPEC.stacks}
 
     def plan_and_step(state, batch):
-        return step(state, device_plan(SPEC, batch.ids, capacity), batch)
+        return task.step(state, batch, device_plan(SPEC, batch.ids, capacity))
 
     states = []
     for run in (jax.jit(plan_and_step), plan_and_step):
-        state = jaxrec.init_state(params(), optimizer, DeviceTables.create(SPEC, rows, jaxrec.make_mesh()))
+        state = task.init(params())
         for number in range(3):
             state, metrics = run(state, jax.device_put(batch_of(number)))
         assert np.isfinite(metrics["loss"])
@@ -350,13 +348,217 @@ def test_a_step_is_a_part_of_a_program_of_ones_own():
 
 def test_one_step_serves_host_tables_of_any_seed_and_refuses_another_order_of_tables():
     """The seed only sets initial rows; a step is compiled for the layout, which depends on the order of tables."""
-    step = jaxrec.make_train_step(SPEC, loss, optax.adam(0.01), adagrad(0.1))
     batch = batch_of(0)
 
     def first_step(spec):
-        state = jaxrec.init_state(params(), optax.adam(0.01), HostTables.create(spec, adagrad(0.1)))
-        return step(state, plan(spec, batch.ids), batch)[1]["loss"]
+        state = TASK.init(params())._replace(tables=HostTables.create(spec, TASK.row_optimizer))
+        return TASK.step(state, batch, plan(spec, batch.ids))[1]["loss"]
 
     assert first_step(SPEC) != first_step(dataclasses.replace(SPEC, seed=1))
     with pytest.raises(ValueError, match="another spec than the step"):
         first_step(dataclasses.replace(SPEC, tables=dict(reversed(SPEC.tables.items()))))
+
+
+# ---- the task
+
+
+def looped(task, state, pairs):
+    """(state, metrics of all steps) of a plain loop over (batch, plans)."""
+    told = []
+    for batch, plans in pairs:
+        state, metrics = task.step(state, batch, plans)
+        told.append(metrics)
+    return state, jax.tree.map(lambda *each: np.stack(each), *told)
+
+
+def planned(steps):
+    return [(batch, plan(SPEC, batch.ids, CAPACITY)) for batch in map(batch_of, range(steps))]
+
+
+def jitted(task, state, pairs):
+    return looped(types.SimpleNamespace(step=jax.jit(task.step)), state, pairs)
+
+
+def scanned(task, state, pairs):
+    stacked = jax.tree.map(lambda *each: np.stack(each), *pairs)
+    return jax.jit(lambda state, pairs: jax.lax.scan(lambda state, pair: task.step(state, *pair), state, pairs))(
+        state, stacked
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("run", [jitted, scanned])
+def test_over_device_tables_a_step_is_a_function_to_jit_and_to_scan(run, devices):
+    task, pairs = task_on(devices), planned(6)
+    wanted, found = looped(task, fresh(task), pairs), run(task, fresh(task), pairs)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert int(found[0].dense.step) == 6 and np.ptp(found[1]["loss"]) > 0
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_step_makes_the_plans_that_it_is_not_given(home):
+    (one, losses), other, told = train(home=home), fresh(TASK, home), []
+    for batch in map(batch_of, range(3)):
+        other, metrics = TASK.step(other, batch, plan(SPEC, batch.ids))
+        told.append(float(metrics["loss"]))
+    jax.tree.map(np.testing.assert_array_equal, leaves(other), leaves(one))
+    batch, look = batch_of(3), jaxrec.make_eval_step(SPEC, loss)
+    np.testing.assert_array_equal(look(one, batch), look(one, batch, plan(SPEC, batch.ids)))
+    assert told == losses
+
+
+def no_state(params):
+    return optax.EmptyState()
+
+
+def tenth(gradient, state, params=None):
+    return jax.tree.map(lambda leaf: -0.1 * leaf, gradient), state
+
+
+def no_slots(width):
+    return {}
+
+
+def minus_tenth(gradient, value, slots, step):
+    return value - 0.1 * gradient, slots
+
+
+class Halved(jaxrec.Task):
+    """A task whose figures have another one."""
+
+    def update(self, *given):
+        dense, rows, metrics = super().update(*given)
+        return dense, rows, metrics | {"half": metrics["loss"] / 2}
+
+
+@pytest.mark.parametrize("kind", [jaxrec.Task, Halved])
+def test_a_task_is_pickled_without_its_programs_and_trains_the_same_bits(kind):
+    """Optimizers of optax and ours are closures, which need cloudpickle; these are not."""
+    optimizer, rows = optax.GradientTransformation(no_state, tenth), RowOptimizer(no_slots, minus_tenth)
+    task, pairs = kind(SPEC, loss, optimizer, rows), planned(3)
+    before = pickle.dumps(task)
+    wanted = looped(task, task.init(params()), pairs)  # compiles
+    after = pickle.dumps(task)
+    assert after == before and ("half" in wanted[1]) == (kind is Halved)
+    for again in map(pickle.loads, (before, after)):
+        assert type(again) is kind and again.spec == SPEC and again.seed is again.mesh is None
+        found = looped(again, again.init(params()), pairs)
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def overriding(change):
+    """A task whose `update` returns what a function makes of (dense, rows, metrics)."""
+
+    class Changed(jaxrec.Task):
+        def update(self, *given):
+            return change(*super().update(*given))
+
+    return Changed(SPEC, loss, TASK.optimizer, TASK.row_optimizer)
+
+
+def of_each(change):
+    return lambda dense, rows, metrics: (dense, {name: change(its) for name, its in rows.items()}, metrics)
+
+
+ROWS_DIFFER, DENSE_DIFFERS = "update changes the shapes of the rows", "update changes the shapes of the dense state"
+WRONG = {
+    "fewer rows": (of_each(lambda its: its._replace(value=its.value[:, :1])), ROWS_DIFFER),
+    "rows of another dtype": (of_each(lambda its: its._replace(value=its.value.astype(jnp.bfloat16))), ROWS_DIFFER),
+    "rows without slots": (of_each(lambda its: its._replace(slots={})), ROWS_DIFFER),
+    "no rows": (lambda dense, rows, metrics: (dense, {}, metrics), ROWS_DIFFER),
+    "other parameters": (
+        lambda dense, rows, metrics: (dense._replace(params=dense.params["bias"]), rows, metrics),
+        DENSE_DIFFERS,
+    ),
+    "parameters without replicas": (
+        lambda dense, rows, metrics: (jax.tree.map(jnp.squeeze, dense), rows, metrics),
+        DENSE_DIFFERS,
+    ),
+    "metrics in a list": (
+        lambda dense, rows, metrics: (dense, rows, [*metrics.values()]),
+        "metrics that are a list: a dict",
+    ),
+    "a loss for metrics": (lambda dense, rows, metrics: (dense, rows, metrics["loss"]), "a dict {name: array} is"),
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("name", WRONG)
+def test_an_update_of_ones_own_that_breaks_shapes_is_refused_and_the_state_stays(name, home):
+    change, words = WRONG[name]
+    (state, _), task, batch = train(home=home, steps=1), overriding(change), batch_of(1)
+    before = [np.array(leaf) for leaf in leaves(state)]
+    for act in (task.step, functools.partial(jaxrec.check_step, task)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            act(state, batch)
+    assert not state.dense.step.is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, leaves(state), before)
+    TASK.step(state, batch)
+
+
+def test_an_update_of_ones_own_is_trained_and_checked():
+    twice = overriding(lambda dense, rows, metrics: (dense, rows, metrics | {"twice": 2 * metrics["loss"]}))
+    (wanted, losses), state = train(steps=1), fresh(TASK)
+    assert jaxrec.check_step(twice, state, batch_of(0)) < 1e-4
+    state, metrics = twice.step(state, batch_of(0))
+    assert float(metrics["twice"]) == 2 * losses[0]
+    jax.tree.map(np.testing.assert_array_equal, leaves(state), leaves(wanted))
+
+
+@pytest.mark.parametrize("devices", [3, 5, 7])
+def test_a_mesh_that_cannot_share_the_shards_is_refused(devices):
+    task = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:devices]))
+    for refused in (lambda: fresh(task, "device"), lambda: task.step(fresh(task, "host"), batch_of(0))):
+        with pytest.raises(ValueError, match=f"8 shards cannot be split over {devices} devices"):
+            refused()
+
+
+OTHERS = {
+    "one row more": dataclasses.replace(SPEC, tables={**SPEC.tables, "a": Table(41, 4)}),
+    "other shards": dataclasses.replace(SPEC, shards=4),
+    "one table less": EmbeddingSpec({"a": Table(40, 4)}, {"bag": Lookup("a")}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_state_over_tables_of_another_spec_is_not_made(name, home):
+    with pytest.raises(ValueError, match="the tables were made with another spec than the step"):
+        TASK.init(params(), tables_in(home, OTHERS[name], TASK.row_optimizer))
+
+
+@pytest.mark.parametrize("place", ["gpu", "Host", ""])
+def test_a_place_that_is_none_is_refused_by_name(place):
+    with pytest.raises(ValueError, match=f"rows are in 'device', 'pinned' or 'host' memory, not {place!r}"):
+        TASK.init(params(), place)
+
+
+# ---- batches
+
+
+def test_a_batch_of_ids_and_labels_has_no_dense_features_and_counts_every_example():
+    batch = Batch({"a": np.arange(3)}, np.ones((3, 2)))
+    assert batch.dense.shape == (3, 0) and batch.dense.dtype == batch.weight.dtype == np.float32
+    assert batch.weight.tolist() == [1, 1, 1] and batch == (batch.ids, batch.label, batch.dense, batch.weight)
+    given = Batch({}, np.zeros(2), dense=np.ones((2, 5)), weight=np.array([0.5, 0]))
+    assert given.dense.shape == (2, 5) and given.weight.tolist() == [0.5, 0]
+
+
+def test_a_batch_is_a_tree_of_any_leaves_with_named_fields():
+    batch = Batch({"a": np.arange(3), "b": np.arange(2)}, np.ones(3))
+    leaves, shape = jax.tree.flatten_with_path(batch)
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    assert names == [".ids['a']", ".ids['b']", ".label", ".dense", ".weight"]
+    assert jax.tree.unflatten(shape, range(5)) == ({"a": 0, "b": 1}, 2, 3, 4)
+    nothing = jax.tree.map(lambda leaf: None, batch)
+    assert type(nothing) is Batch and nothing == ({"a": None, "b": None}, None, None, None)
+    assert jax.tree.leaves(nothing) == [] and type(jax.tree.map(np.shape, batch)) is Batch
+
+
+def test_a_batch_keeps_its_fields_where_it_is_changed_copied_or_sent():
+    batch = batch_of(0)
+    changed = batch._replace(label=None)
+    assert type(changed) is Batch and changed.label is None and changed.weight is batch.weight
+    for again in (pickle.loads(pickle.dumps(batch)), copy.copy(batch), copy.deepcopy(batch), jax.device_put(batch)):
+        assert type(again) is Batch and again._fields == ("ids", "label", "dense", "weight")
+        jax.tree.map(np.testing.assert_array_equal, again, batch)

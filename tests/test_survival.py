@@ -2,20 +2,20 @@
 
 import os
 import shutil
+import types
 
 import jax
 import numpy as np
 import pytest
 from kills import kill_at_call, was_killed
 from strategies import chosen
-from test_recovery import CAPACITY, DENSE, ROWS, SCHEMES, SPEC, STEP, batches, fresh, loss, nothing, rows_of, same
+from test_recovery import CAPACITY, SCHEMES, SPEC, TASK, batches, fresh, nothing, rows_of, same
 
 from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest, newest_first, read_manifest, restore
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, host_plan, rowwise_adagrad
 from jaxrec.loop import Serial, planned
 from jaxrec.oac import Pipeline
-from jaxrec.step import make_update
 from jaxrec.types import DenseState, TrainState
 
 TOTAL, EVERY = 400, 16
@@ -50,7 +50,7 @@ def go_on(directory, scheme, steps=0, home="host", hooks=(), given=None, **more)
     if newest_first(directory):
         state, image = restore(directory, state)
     first = image.step if image else 0
-    with Serial(state, STEP) as engine:
+    with Serial(TASK, state) as engine:
         recovery = engine.enter(recovery_of(engine, directory, scheme, image=image, **more))
         pairs = planned(SPEC, given or batches(first, first + steps), CAPACITY)
         list(engine.steps(pairs, [*hooks, recovery.hook]))
@@ -150,10 +150,8 @@ def test_what_is_restored_is_what_one_call_gives_in_any_home(tmp_path, home, sch
 
 
 def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
-    update = make_update(SPEC, loss, DENSE, ROWS)
-
     def train(state, image, start, stop, directory):
-        with Pipeline(state, update, mode="oac", window=4) as pipeline:
+        with Pipeline(TASK, state, mode="oac", window=4) as pipeline:
             recovery = pipeline.enter(recovery_of(pipeline, directory, "mfu", image=image))
             for _ in pipeline.run(batches(start, stop), [recovery.hook]):
                 pass
@@ -196,10 +194,10 @@ def bytes_of(directory, scheme, saves, rows, **more):
     )
     plans = [host_plan(spec, {"t": rng.integers(0, rows, rows // 4, dtype=np.int32)}) for _ in range(8)]
 
-    def count(state, plans, batch):
+    def count(state, batch, plans):
         return state._replace(dense=state.dense._replace(step=state.dense.step + 1)), {"loss": np.float32(0)}
 
-    with Serial(state, count) as engine:
+    with Serial(types.SimpleNamespace(step=count), state) as engine:
         recovery = engine.enter(Recovery(engine, directory, 8, 8 * saves, scheme=SCHEMES[scheme], **more))
         list(engine.steps(((None, plans[step % len(plans)]) for step in range(8 * saves)), [recovery.hook]))
     return recovery.bytes_written

@@ -157,7 +157,7 @@ def test_homes_begin_equal_to_the_bit(name, tmp_path):
 
 def test_dense_optimizers_are_refused():
     with pytest.raises(ValueError, match="not a RowOptimizer"):
-        jaxrec.make_train_step(small_spec(), lambda *a: 0, optax.sgd(1.0), optax.adam(0.1))
+        jaxrec.Task(small_spec(), lambda *a: 0, optax.sgd(1.0), optax.adam(0.1))
 
 
 def test_initial_rows_are_spread_and_of_both_numpys():

@@ -10,14 +10,14 @@ from world import batch_of, loss
 import jaxrec
 from jaxrec.checkpoint import restore, snapshot, write_image
 from jaxrec.cpr import Recovery, mfu
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import AllToAll, Foreground, Shadow, model_averaging
 
 SPEC = EmbeddingSpec({"item": Table(120, 4)}, {"item": Lookup("item")}, shards=4)
-ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
 MESH = jaxrec.make_mesh(replicas=2, devices=jax.devices()[:2])
+TASK = jaxrec.Task(SPEC, loss, optax.adam(0.02), adagrad(0.1), MESH)
 FAILURES = {11: [1], 27: [0, 3]}
 STEPS = 36
 
@@ -30,7 +30,7 @@ def batches():
 
 
 def fresh():
-    return jaxrec.init_state({"w": jnp.ones(4)}, DENSE, HostTables.create(SPEC, ROWS), MESH)
+    return TASK.init({"w": jnp.ones(4)}, "host")
 
 
 def averaging(kind, **more):
@@ -43,8 +43,7 @@ def recovery_of(engine, directory, **more):
 
 def run(directory, synchroniser, failures=FAILURES, **more):
     """Run all three; return the state and the recovery."""
-    update = jaxrec.make_update(SPEC, loss, DENSE, ROWS, MESH)
-    with Pipeline(fresh(), update, mode="oac", window=3) as pipeline:
+    with Pipeline(TASK, fresh(), mode="oac", window=3) as pipeline:
         return train_with(pipeline, directory, synchroniser, failures, **more)
 
 
@@ -64,7 +63,7 @@ def same(a, b):
 
 
 def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):
-    with Serial(fresh(), jaxrec.make_train_step(SPEC, loss, DENSE, ROWS, MESH)) as serial:
+    with Serial(TASK, fresh()) as serial:
         wanted, plain = train_with(serial, tmp_path / "plain", averaging(Foreground, every_steps=5))
     found, recovery = run(tmp_path / "all", averaging(Foreground, every_steps=5))
     assert same(arrays(found), arrays(wanted)) and recovery.pls == plain.pls > 0

@@ -1,5 +1,6 @@
 """A trainer of a pool, without its process: accounting, waits for lost rows, start and end."""
 
+import dataclasses
 import queue
 import threading
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.shadowsync import FreeStep, model_averaging, train_stretch
-from jaxrec.step import init_state
+from jaxrec.task import Task
 from jaxrec.types import ShardsLost
 
 ROWS = {"user": 60, "item": 40}
@@ -39,8 +40,11 @@ def batches(trainer, trainers, steps=12):
     return lambda start: (CLICKS.batch(i * trainers + trainer, 16) for i in range(start, steps))
 
 
+TASK = Task(SPEC, loss, *OWN)
+
+
 def work(**changes):
-    return TrainerWork(SPEC, loss, *OWN, PARAMS, batches)._replace(**changes)
+    return TrainerWork(TASK, PARAMS, batches)._replace(**changes)
 
 
 def servers_of(incarnation=1):
@@ -87,8 +91,7 @@ def test_what_counts_as_trained_is_what_has_no_gap_whoever_ends_first():
 
 def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
     host = HostTables.create(SPEC, OWN[1])
-    state = init_state(PARAMS, OWN[0], host).dense
-    (wanted,), _ = train_stretch(FreeStep(SPEC, loss, *OWN), [state], host, [batches(0, 1)(0)])
+    (wanted,), _ = train_stretch(FreeStep(TASK), [TASK.init(PARAMS, host).dense], host, [batches(0, 1)(0)])
     servers = servers_of()
     trainer = begun(work(), servers)
     progress = wait(trainer, "done")
@@ -182,7 +185,7 @@ def test_successors_of_a_server_and_a_sync_server_announced_while_a_trainer_star
     [
         ({"batches": lambda trainer, trainers: lambda start: iter([None])}, "'NoneType'"),
         ({"batches": lambda trainer, trainers: 1 / 0}, "ZeroDivisionError"),
-        ({"loss": lambda params, activations, batch: jnp.zeros(3)}, "Error"),
+        ({"task": dataclasses.replace(TASK, loss=lambda params, activations, batch: jnp.zeros(3))}, "Error"),
         ({"every_steps": 0, "rule": model_averaging()}, "every_steps=0"),
     ],
 )

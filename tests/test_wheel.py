@@ -19,12 +19,11 @@ import jaxrec, jaxrec.oac, jaxrec.shadowsync, jaxrec.cpr, jaxrec.checkpoint.tree
 assert pathlib.Path(jaxrec.__file__).is_relative_to(sys.argv[1]), jaxrec.__file__
 spec = jaxrec.EmbeddingSpec({"user": jaxrec.Table(50, 4)}, {"user": jaxrec.Lookup(("user",))})
 loss = lambda params, activations, batch: (activations["user"].sum((1, 2)) - batch.label) ** 2
-rule, optimizer = jaxrec.adagrad(0.1), optax.sgd(0.1)
-state = jaxrec.init_state({}, optimizer, jaxrec.HostTables.create(spec, rule))
+task = jaxrec.Task(spec, loss, optax.sgd(0.1), jaxrec.adagrad(0.1))
 batch = jaxrec.SyntheticClicks((50,), dense_features=0, lookup="user").batch(0, 32)
-step, losses = jaxrec.make_train_step(spec, loss, optimizer, rule), []
+state, losses = task.init({}, "host"), []
 for _ in range(20):
-    state, metrics = step(state, jaxrec.plan(spec, batch.ids), batch)
+    state, metrics = task.step(state, batch)
     losses.append(float(metrics["loss"]))
 assert losses[-1] < losses[0], losses
 print("trained")

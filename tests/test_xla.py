@@ -16,12 +16,11 @@ import pytest
 from world import batch_of, loss
 
 import jaxrec
-from jaxrec.embedding import DeviceTables, HostTables, sgd
+from jaxrec.embedding import sgd
 from jaxrec.xla import FLAG
 
 ROOT = Path(__file__).parent.parent
 SPEC = jaxrec.EmbeddingSpec({"item": jaxrec.Table(50, 4)}, {"item": jaxrec.Lookup("item")}, shards=2)
-DENSE, ROWS = optax.sgd(0.1), sgd(0.1)
 
 # Whether a sum over a product, and the sum of JAX's issue 39103, are right.
 PATTERNS = """
@@ -38,8 +37,10 @@ jnp.ones(3).block_until_ready()
 import optax, jaxrec
 from jaxrec.embedding import sgd
 spec = jaxrec.EmbeddingSpec({"item": jaxrec.Table(9, 2)}, {"item": jaxrec.Lookup("item")})
+task = jaxrec.Task(spec, lambda *given: given[2].label, optax.sgd(0.1), sgd(0.1))
+batch = jaxrec.Batch({"item": jnp.array([3])}, jnp.ones(1))
 try:
-    jaxrec.make_update(spec, lambda *given: given[2].label, optax.sgd(0.1), sgd(0.1))
+    task.step(task.init({}), batch)
 except RuntimeError as error:
     print(error)
 """
@@ -95,19 +96,25 @@ def test_they_are_right_in_this_process_and_in_those_that_it_starts():
     assert found == 2**21 and FLAG in os.environ["XLA_FLAGS"]
 
 
-def step_of(home, loss=loss):
-    state = jaxrec.init_state({"w": jnp.ones(4)}, DENSE, home.create(SPEC, ROWS))
+class Own(jaxrec.Task):
+    """A task with an update of its own, as in docs/recipes.md."""
+
+    def update(self, *given):
+        return super().update(*given)
+
+
+def step_of(home, loss=loss, kind=jaxrec.Task):
+    task = kind(SPEC, loss, optax.sgd(0.1), sgd(0.1))
     batch = batch_of({"item": np.arange(8, dtype=np.int32) % 5}, np.ones(8, np.float32))
-    return jaxrec.make_update(SPEC, loss, DENSE, ROWS), state, jaxrec.plan(SPEC, batch.ids), batch
+    return task, task.init({"w": jnp.ones(4)}, home), batch
 
 
-@pytest.mark.parametrize("home", [HostTables, DeviceTables])
-def test_a_step_is_checked_against_itself_without_compilation(home):
-    update, state, plans, batch = step_of(home)
+@pytest.mark.parametrize("kind", [jaxrec.Task, Own])
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_a_step_is_checked_against_itself_without_compilation(home, kind):
+    task, state, batch = step_of(home, kind=kind)
     before = jax.tree.map(np.array, state.dense)
-    assert jaxrec.check_step(update, state, plans, batch) < 1e-5
-    own = lambda *args: update(*args)  # an update of one's own, as in docs/recipes.md
-    assert jaxrec.check_step(own, state, plans, batch) < 1e-5
+    assert jaxrec.check_step(task, state, batch) < 1e-5
     jax.tree.map(np.testing.assert_array_equal, before, state.dense)
 
 
@@ -117,4 +124,4 @@ def test_a_loss_that_computes_something_else_when_it_is_compiled_is_found():
         * (1.01 if isinstance(params["w"], jax.core.Tracer) and not jax.config.jax_disable_jit else 1.0)
     )
     with pytest.raises(ArithmeticError, match=r"the compiled step differs from the plain one by .*e-0[123] of"):
-        jaxrec.check_step(*step_of(HostTables, wrong))
+        jaxrec.check_step(*step_of("host", wrong))

@@ -13,7 +13,7 @@ from main.table_summary import open_schema
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.data.criteo import open_encoder, prepare
 from jaxrec.data.tabular import prepare as prepare_table
-from jaxrec.embedding import HostTables, adagrad
+from jaxrec.embedding import adagrad
 from jaxrec.loop import fit, planned
 
 DENSE, ROWS = optax.adam(0.01), adagrad(0.1)
@@ -45,9 +45,9 @@ def job_for(data, width=4, shards=3):
 def train_run(directory: Path, data, flags, extra=None, trained=True, job=None):
     """Train a few steps, or none, and save the last state; return the job and the state."""
     job = job or job_for(data)
-    state = job.state(HostTables.create(job.spec, job.row_optimizer), seed=0)
+    state = job.state("host", seed=0)
     if trained:
-        state = fit(state, planned(job.spec, data.train(0)), job.train_step())
+        state = fit(job.task, state, planned(job.spec, data.train(0)))
     directory.mkdir()
     config = {"experiment": "train", "model": "small_dlrm", "seed": 0, "path": [], "run": "a" * 16, **flags}
     (directory / "config.json").write_text(json.dumps(config))

@@ -23,6 +23,7 @@ from studies.shadow_work import TimedTrainer
 
 from accelerator.measure import Task, interval, over
 from jaxrec.checkpoint import Checkpointer, RowCheckpointer, images, restore_shards
+from jaxrec.embedding import create_tables
 
 FRACTION = 1 / 8  # of the rows, in a save of rows
 CHUNK = 5  # steps between two checks for completion
@@ -50,8 +51,8 @@ class SavesInTurns:
 
     def __init__(self, job: Job, directory: Path, smoke: bool):
         self.trainer, self.directory, self.number = TimedTrainer(job), directory, 0
-        self.spec, self.row_optimizer = self.trainer.spec, self.trainer.row_optimizer
-        self.target = self.trainer.tables()  # what a shard is restored into
+        self.spec, self.row_optimizer = self.trainer.spec, self.trainer.task.row_optimizer
+        self.target = create_tables(job.tables, self.spec, self.row_optimizer)  # what a shard is restored into
         self.steps = 4 if smoke else 40
         self.rng = np.random.default_rng(0)
         self.trainer.run(CHUNK)  # compiles

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from studies.reference import Job, synthetic
-from studies.sides import Failed, JaxSide, Side, TorchSide, create_tables
+from studies.sides import Failed, JaxSide, Side, TorchSide
 
 from accelerator.equality import equality
 from accelerator.link import memory_available
@@ -95,7 +95,7 @@ def lookups_alone(job: Job):
     """The work of `reference_work` without a network: half the squares of the looked up rows, under SGD."""
     import optax
 
-    from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd
+    from jaxrec import EmbeddingSpec, Lookup, Table, Task, sgd
 
     names = tuple(f"t{number}" for number in range(len(job.cardinalities)))
     tables = {name: Table(rows, job.width) for name, rows in zip(names, job.cardinalities, strict=True)}
@@ -104,7 +104,7 @@ def lookups_alone(job: Job):
     def loss(params, activations, batch):
         return 0.5 * (activations["sparse"] ** 2).sum((1, 2)) + params["bias"]
 
-    return spec, loss, {"bias": np.zeros((), np.float32)}, optax.sgd(0.01), sgd(0.01)
+    return Task(spec, loss, optax.sgd(0.01), sgd(0.01)), {"bias": np.zeros((), np.float32)}
 
 
 class Exactness:
@@ -119,8 +119,8 @@ class Exactness:
 
         from jaxrec.embedding import PinnedTables, plan
 
-        spec, *_, row_optimizer = reference_work(self.job)
-        tables = PinnedTables.create(spec, row_optimizer)
+        task, _ = reference_work(self.job)
+        spec, tables = task.spec, PinnedTables.create(task.spec, task.row_optimizer)
         read, put = jax.jit(lambda t, p: t.read(p)), jax.jit(lambda t, p, r: t.put(p, r))
         equal = {"read": True, "put": True}
         for batch in synthetic(self.job, 4)[1]:
@@ -141,11 +141,8 @@ class Exactness:
         """Train over pinned tables and over tables on the device: losses, dense parameters and rows."""
         from studies.reference import reference_work
 
-        from jaxrec.step import make_train_step
-
-        spec, loss, _, optimizer, row_optimizer = reference_work(self.job)
-        step = make_train_step(spec, loss, optimizer, row_optimizer)
-        pinned, again, device = (self._trained(home, step) for home in ("pinned", "pinned", "device"))
+        work = reference_work(self.job)
+        pinned, again, device = (self._trained(place, *work) for place in ("pinned", "pinned", "device"))
         worst = max(
             float(np.max(np.abs(a.astype(np.float64) - b), initial=0.0))
             for a, b in zip(jax.tree.leaves(pinned), jax.tree.leaves(device), strict=True)
@@ -153,18 +150,13 @@ class Exactness:
         found = {"steps_bitwise_equal": _same(pinned, device), "again_bitwise_equal": _same(pinned, again)}
         return found | {"steps_largest_difference": worst}
 
-    def _trained(self, home, step):
-        from studies.reference import reference_work
-
+    def _trained(self, place, task, params):
         from jaxrec.embedding import embedding_matrix
         from jaxrec.loop import Serial
-        from jaxrec.step import init_state
 
-        spec, _, params, optimizer, row_optimizer = reference_work(self.job)
-        state = init_state(params, optimizer, create_tables(home, spec, row_optimizer, None))
-        with Serial(state, step) as engine:
+        with Serial(task, task.init(params, place)) as engine:
             losses = [metrics["loss"] for _, metrics in engine.run(synthetic(self.job, STEPS)[1])]
-            rows = [embedding_matrix(engine.tables, name) for name in spec.tables]
+            rows = [embedding_matrix(engine.tables, name) for name in task.spec.tables]
             return jax.tree.map(np.asarray, (losses, engine.state.dense.params, rows))
 
 

@@ -28,9 +28,10 @@ import optax
 from jaxrec.bounds import whole_number
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
-from jaxrec.embedding import EmbeddingSpec, Lookup, Table
+from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
 from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
-from jaxrec.step import init_state, make_eval_step, make_train_step, make_update
+from jaxrec.step import make_eval_step
+from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
@@ -39,34 +40,28 @@ _ORDER = 4  # random stream, distinct from those of the synthetic log
 
 
 class ClickJob(NamedTuple):
-    """A click model over embedding tables, with its loss and optimizers."""
+    """A click model over embedding tables: its task, initial parameters and predictions."""
 
-    spec: EmbeddingSpec
+    task: Task
     init: Callable[[int], Any]  # seed -> dense parameters
     predict: Callable  # (params, activations {'sparse': f32[B, F, E]}, batch) -> logit f32[B]
-    loss: Callable  # the same -> f32[B]
-    optimizer: optax.GradientTransformation
-    row_optimizer: RowOptimizer
 
-    def of_seed(self, seed: int) -> "ClickJob":
-        """Return the job with the initial rows of another seed; both share compiled programs."""
-        return self._replace(spec=dataclasses.replace(self.spec, seed=seed))
+    @property
+    def spec(self) -> EmbeddingSpec:
+        """Tables and lookups."""
+        return self.task.spec
 
-    def state(self, tables, seed: int, mesh=None) -> TrainState:
+    def on(self, mesh) -> "ClickJob":
+        """Return the job on the devices of a mesh."""
+        return self._replace(task=dataclasses.replace(self.task, mesh=mesh))
+
+    def state(self, tables: Tables | Place, seed: int) -> TrainState:
         """Return the initial state: the parameters of a seed over fresh tables, wherever they are placed."""
-        return init_state(self.init(seed), self.optimizer, tables, mesh)
+        return self.task.init(self.init(seed), tables)
 
-    def update(self, mesh=None) -> Callable:
-        """Return the pure step for a pipeline, as `make_update`."""
-        return make_update(self.spec, self.loss, self.optimizer, self.row_optimizer, mesh)
-
-    def train_step(self, mesh=None) -> Callable:
-        """As `make_train_step`."""
-        return make_train_step(self.spec, self.loss, self.optimizer, self.row_optimizer, mesh)
-
-    def eval_step(self, mesh=None) -> Callable:
+    def eval_step(self) -> Callable:
         """As `make_eval_step`."""
-        return make_eval_step(self.spec, self.predict, mesh)
+        return make_eval_step(self.spec, self.predict, self.task.mesh)
 
 
 def click_job(
@@ -100,7 +95,7 @@ def click_job(
     def loss(params, activations, batch):
         return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
 
-    return ClickJob(spec, init, predict, loss, optimizer, row_optimizer)
+    return ClickJob(Task(spec, loss, optimizer, row_optimizer), init, predict)
 
 
 def make_model(name: str, width: int) -> nn.Module:

@@ -23,7 +23,7 @@ from jaxrec.cluster import Supervisor
 from jaxrec.cluster.pool import PoolStats, TrainerPool, image_of
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.loop import evaluate, planned
-from jaxrec.sharding import make_mesh, mean_replica
+from jaxrec.sharding import mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
@@ -73,7 +73,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
     resumes = has_image(directory)
     with cluster_of(config, run) as cluster, contextlib.closing(
         Supervisor(
-            cluster, job.spec, job.row_optimizer, config.number_of_servers, directory=run.directory,
+            cluster, job.spec, job.task.row_optimizer, config.number_of_servers, directory=run.directory,
             timeout_s=SERVER_TIMEOUT_S, client=run.id,
         )
     ) as servers, asked.held():  # fmt: skip
@@ -83,7 +83,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
                 params, past = restored(directory, params, servers)
                 check_vocabulary(run, past, data.vocabulary_digest)
             work = TrainerWork(
-                job.spec, job.loss, job.optimizer, job.row_optimizer, params,
+                job.task, params,
                 SharedStream(functools.partial(training_stream, with_absolute_paths(config)), data.steps),
                 rule_of(config), workers=config.workers, **sync_options(config),
             )  # fmt: skip
@@ -100,7 +100,7 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
             with Checkpointer(directory, copy="shards", run=run.id) as checkpointer:
                 checkpointer.save(last, extra | {"examples": stats.examples})
             with contextlib.closing(planned(job.spec, data.test())) as pairs:
-                found = evaluate(last, asked.each(pairs), job.eval_step(make_mesh(devices=jax.devices()[:1])))
+                found = evaluate(last, asked.each(pairs), job.eval_step())
         except (ShardsLost, RuntimeError) as error:  # of a server at rest; of a trainer that has failed
             raise OSError(f"{error}; {go_on_with(run)}") from error
         except Stopped as stopped:

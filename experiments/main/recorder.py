@@ -274,8 +274,8 @@ class Recorder:
         batches = (self.data.validation if which == "validation" else None) or self.data.test
         seen: list[tuple[np.ndarray, ...]] = []  # logit, label, group and weight of each batch
 
-        def predict(state, plans, batch):
-            logit = np.asarray(self.eval_step(state, plans, batch))
+        def predict(state, batch, plans):
+            logit = np.asarray(self.eval_step(state, batch, plans))
             if self.group is not None:
                 group = fields_of(self.spec, batch, [self.group])[self.group]
                 seen.append((logit, np.asarray(batch.label), group, np.asarray(batch.weight)))

@@ -20,6 +20,7 @@ from jaxrec.data.tabular import Split, open_table
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path
 from jaxrec.models import DIN
+from jaxrec.task import Task
 from jaxrec.types import RowOptimizer
 from main.click_data import ClickJob, Data, data_of_blocks
 
@@ -161,4 +162,5 @@ def table_job(
     def loss(params, activations, batch):
         return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
 
-    return ClickJob(spec_of(table, width, shards, seed, history), init, predict, loss, optimizer, row_optimizer)
+    task = Task(spec_of(table, width, shards, seed, history), loss, optimizer, row_optimizer)
+    return ClickJob(task, init, predict)

@@ -4,6 +4,7 @@ Also the placement of the rows, and rounds in the foreground.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,13 +18,14 @@ from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, PinnedTables, Tables
+from jaxrec.embedding import EmbeddingSpec, HostTables, Tables, create_tables
 from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import FreeStep, FreeTrainers, Rule, SyncGroup, replica_spread
+from jaxrec.shadowsync import FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
-from jaxrec.sharding import make_mesh
+from jaxrec.sharding import as_mesh, make_mesh
+from jaxrec.task import Task
 from jaxrec.types import PyTree, RowOptimizer, ShardsLost, TrainState
 from jaxrec.xla import enough_threads
 from main.cli import say
@@ -66,11 +68,13 @@ def mesh_of(config: TechniqueFlags) -> jax.sharding.Mesh:
 def job_of(config: TechniqueFlags, job: ClickJob) -> ClickJob:
     """Return the job for the techniques: foreground rounds keep their memory beside the optimizer state."""
     if config.in_lock_step and config.sync_every_steps is not None:
-        return job._replace(optimizer=remembering(job.optimizer, rule_of(config)))
+        return job._replace(
+            task=dataclasses.replace(job.task, optimizer=remembering(job.task.optimizer, rule_of(config)))
+        )
     return job
 
 
-def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[str, Any], stretch_steps: int):
+def make_engine(config, task: Task, state: TrainState, extra: Mapping[str, Any], stretch_steps: int):
     """Build the engine that the flags ask for.
 
     Args:
@@ -79,23 +83,22 @@ def make_engine(config, job: ClickJob, state: TrainState, mesh, extra: Mapping[s
     """
     capacity = extra.get("capacity")
     if config.free:
-        step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
         past, sync = extra.get("techniques", {}).get("trainers"), sync_options(config)
         return FreeTrainers(
-            state, step, rule_of(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
+            task, state, rule_of(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
         )
     if config.pipeline == "none":
-        return Serial(state, job.train_step(mesh), capacity)
+        return Serial(task, state, capacity)
     return Pipeline(
-        state, job.update(mesh), mode=config.pipeline, capacity=capacity, validation=config.stale_rows,
+        task, state, mode=config.pipeline, capacity=capacity, validation=config.stale_rows,
         window=config.window or (WINDOW if config.pipeline in ("oac", "async") else None),
         skip_stale_reads=config.savings,
     )  # fmt: skip
 
 
-def as_saved(config, job: ClickJob, state: TrainState, mesh) -> TrainState:
+def as_saved(config, task: Task, state: TrainState) -> TrainState:
     """Return an initial state with the structure of the run's images: free-running trainers save more."""
-    return make_engine(config, job, state, mesh, {}, 1).state if config.free else state
+    return make_engine(config, task, state, {}, 1).state if config.free else state
 
 
 class Techniques:
@@ -205,19 +208,19 @@ class Home:
         self.copy: Literal["whole", "shards"] = "whole" if cluster is None else "shards"
         self._supervisor: Supervisor | None = None
 
-    def tables(self, job: ClickJob, mesh) -> Tables:
+    def tables(self, task: Task) -> Tables:
         """Create tables of initial rows."""
         if self._cluster is not None:
             self._supervisor = Supervisor(
-                self._cluster, job.spec, job.row_optimizer, self._config.number_of_servers,
+                self._cluster, task.spec, task.row_optimizer, self._config.number_of_servers,
                 directory=self._run.directory, timeout_s=SERVER_TIMEOUT_S, client=self._run.id,
                 spares=self._config.spares,
             )  # fmt: skip
             return self._supervisor.tables
         if self._config.tables == "host":
-            return host_tables(job.spec, job.row_optimizer, self._config.table_directory)
-        on_devices = fits_devices(job, mesh) if self._config.tables is None else self._config.tables == "device"
-        return (DeviceTables if on_devices else PinnedTables).create(job.spec, job.row_optimizer, mesh)
+            return host_tables(task.spec, task.row_optimizer, self._config.table_directory)
+        on_devices = fits_devices(task) if self._config.tables is None else self._config.tables == "device"
+        return create_tables("device" if on_devices else "pinned", task.spec, task.row_optimizer, task.mesh)
 
     def watch(self, engine) -> None:
         """Start replacing lost servers, if there are any; call it before the recovery is entered."""
@@ -253,14 +256,15 @@ def cluster_of(config: TechniqueFlags, run: Run) -> Cluster:
     )
 
 
-def fits_devices(job: ClickJob, mesh) -> bool:
+def fits_devices(task: Task) -> bool:
     """Return whether rows and slots take at most half of the GPUs' memory, and say so; always true of other devices."""
-    if mesh.devices.flat[0].platform != "gpu":
+    devices = as_mesh(task.mesh).devices.flat
+    if devices[0].platform != "gpu":
         return True
-    known = [device.memory_stats() for device in mesh.devices.flat]
-    layout = job.spec.layout(job.row_optimizer)
+    known = [device.memory_stats() for device in devices]
+    layout = task.spec.layout(task.row_optimizer)
     of_row = {stack: 4 * sum(part.width for part in parts.values()) for stack, parts in layout.items()}
-    taken_gb = sum(of_row[name] * stack.rows for name, stack in job.spec.stacks.items()) / 1e9
+    taken_gb = sum(of_row[name] * stack.rows for name, stack in task.spec.stacks.items()) / 1e9
     memory_gb = sum(each["bytes_limit"] for each in known) / 1e9
     fits = taken_gb <= memory_gb / 2
     where = "on the devices" if fits else "pinned in host memory"

@@ -15,15 +15,15 @@ import numpy as np
 import optax
 import scipy.optimize
 
-import jaxrec
 from jaxrec.checkpoint import Checkpointer, restore
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, Tables, plan, rowwise_adagrad
+from jaxrec.sharding import make_mesh
+from jaxrec.step import init_dense
 from jaxrec.types import TrainState
 
 SHARDS, TIMEOUT_S = 8, 120.0
 ROWS = rowwise_adagrad(0.1)
-_OPTIMIZER = optax.sgd(0.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def timed_ms(act: Callable[[], Any]) -> tuple[float, Any]:
 
 def of_files(tables: Tables, directory: Path) -> tuple[float, float]:
     """Return the seconds in which the servers write a whole image, and restore it."""
-    state: TrainState = jaxrec.init_state({"w": jnp.zeros(1)}, _OPTIMIZER, tables)
+    state = TrainState(init_dense({"w": jnp.zeros(1)}, optax.sgd(0.1), make_mesh()), tables)
 
     def save():
         with Checkpointer(directory, copy="shards") as checkpointer:

@@ -174,7 +174,7 @@ class ClusterJob:
         self.job = click_job(
             cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02), 16, SHARDS, seed
         )
-        self.update, self.step, self.eval_step = self.job.update(), self.job.train_step(), self.job.eval_step()
+        self.eval_step = self.job.eval_step()
 
     def recovery(self, engine: Any, arm: str, directory: Path, **more: Any) -> Recovery:
         """Return the recovery of an arm, to be entered."""
@@ -191,12 +191,13 @@ class ClusterJob:
         """
         with tempfile.TemporaryDirectory(dir=above) as directory, contextlib.ExitStack() as opened:
             servers = opened.enter_context(contextlib.closing(Supervisor(
-                cluster, self.job.spec, self.job.row_optimizer, self.servers, directory=directory, timeout_s=TIMEOUT_S,
-                most_deaths=2 * len(plan) + 8, spares=self.spares if arm != "none" else 0,
+                cluster, self.job.spec, self.job.task.row_optimizer, self.servers,
+                directory=directory, timeout_s=TIMEOUT_S, most_deaths=2 * len(plan) + 8,
+                spares=self.spares if arm != "none" else 0,
             )))  # fmt: skip
             servers.tables.on_shards(digest_rows)  # compiles it before the first kill
             state = self.job.state(servers.tables, self.seed)
-            engine = opened.enter_context(NotingPipeline(state, self.update, window=WINDOW))
+            engine = opened.enter_context(NotingPipeline(self.job.task, state, window=WINDOW))
             killer = Killer(engine, servers, plan if arm != "none" else {})
             log, recovery = engine.enter(Log(engine)), None
             if arm != "none":
@@ -225,11 +226,11 @@ class ClusterJob:
 
     def serially(self, arm: str, losses: Losses, voided: Sequence[int], above: Path) -> dict[Any, Any]:
         """Return the digests of `Serial` over local tables that loses the same shards and deltas at the same steps."""
-        tables, missed, failures = of_losses(losses, HostTables.create(self.job.spec, self.job.row_optimizer))
+        tables, missed, failures = of_losses(losses, HostTables.create(self.job.spec, self.job.task.row_optimizer))
         with (
             tempfile.TemporaryDirectory(dir=above) as directory,
             DeltaWrites(failing=voided),
-            NotingSerial(self.job.state(tables, self.seed), self.step) as engine,
+            NotingSerial(self.job.task, self.job.state(tables, self.seed)) as engine,
         ):
             engine.missed = missed
             recovery = engine.enter(self.recovery(engine, arm, Path(directory), failures=failures))

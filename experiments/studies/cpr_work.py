@@ -69,7 +69,7 @@ class CprJob:
             data(0).cardinalities, make_model("small_dlrm", config.width), optax.adam(config.learning_rate),
             rowwise_adagrad(config.row_learning_rate), config.width, shards=NODES,
         )  # fmt: skip
-        self.step, self.eval_step = self.clicks.train_step(), self.clicks.eval_step()
+        self.eval_step = self.clicks.eval_step()
         tables = self.clicks.spec.tables
         self.whole = sorted(tables, key=lambda name: -tables[name].rows)[config.watched :]
         self.batches = functools.lru_cache(maxsize=1)(self._batches)
@@ -87,12 +87,13 @@ class CprJob:
         self, scheme: str | None, seed: int, save_every_steps: float, failures: dict[int, list[int]]
     ) -> dict[str, Any]:
         """Train one arm with failures {step: shards}, or without any if `scheme` is None, and evaluate it."""
-        clicks = self.clicks.of_seed(self.config.seed + seed)
-        state = clicks.state(HostTables.create(clicks.spec, clicks.row_optimizer), clicks.spec.seed)
+        seed_of_rows = self.config.seed + seed
+        spec = dataclasses.replace(self.clicks.spec, seed=seed_of_rows)
+        state = self.clicks.state(HostTables.create(spec, self.clicks.task.row_optimizer), seed_of_rows)
         batches, test = self.batches(seed)
         row: dict[str, Any] = {"scheme": scheme or "no_failure", "seed": seed, "realized_pls": 0.0}
         if scheme is None:
-            state = fit(state, batches, self.step)
+            state = fit(self.clicks.task, state, batches)
         else:
             state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
             row |= figures
@@ -102,7 +103,7 @@ class CprJob:
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Train with real saves, losses and restores."""
         whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
-        with tempfile.TemporaryDirectory() as directory, Serial(state, self.step) as engine:
+        with tempfile.TemporaryDirectory() as directory, Serial(self.clicks.task, state) as engine:
             recovery = Recovery(
                 engine, directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,

@@ -18,6 +18,7 @@ import numpy as np
 from jaxrec import BrokenEngine
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
+from jaxrec.task import Task
 from jaxrec.types import Batch, TrainState
 
 KINDS = (
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
     """A training problem with the expected state after every step."""
 
     fresh_state: Callable[[], TrainState]
-    update: Callable
+    task: Task
     batches: list[Batch]
     states: list[TrainState]  # states of the plain loop after 0, 1, ... batches
 
@@ -195,7 +196,7 @@ def _pipeline(problem, kind, trap, rng):
     elif kind == "write back":
         traps = {"before_write": lambda shards: trap()}
     return Pipeline(
-        state._replace(tables=WatchedTables.of(state.tables, **traps)), problem.update,
+        problem.task, state._replace(tables=WatchedTables.of(state.tables, **traps)),
         window=int(rng.integers(1, 7)), validation=validation, send=send, fetch=fetch, skip_stale_reads=skip, **threads,
     )  # fmt: skip
 

@@ -20,7 +20,6 @@ from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.options import nbytes
 from jaxrec.oac.ring import LastWriters
-from jaxrec.step import init_state, make_update
 from jaxrec.types import TrainState
 from studies.reference import Job, reference_work, synthetic
 
@@ -45,28 +44,28 @@ class Work:
             jax.config.update("jax_default_matmul_precision", job.precision)
         self.job, self.window = job, window
         _, self.batches = synthetic(job, number)
-        self.spec, loss, self.params, self.optimizer, row_optimizer = reference_work(job)
-        self.update = make_update(self.spec, loss, self.optimizer, row_optimizer)
-        self.create = functools.partial(create, self.spec, row_optimizer)
+        self.task, self.params = reference_work(job)
+        self.spec = self.task.spec
+        self.create = functools.partial(create, self.spec, self.task.row_optimizer)
         self.tables = self.create()
 
     def state(self, tables: Tables | None = None) -> TrainState:
         """An initial state over `tables`, or over the shared tables if None."""
-        return init_state(self.params, self.optimizer, tables or self.tables)
+        return self.task.init(self.params, tables or self.tables)
 
     def pipeline(self, mode: str, tables: Tables | None = None, **options) -> Pipeline:
         """A pipeline in one of MODES, with its own dense state; over the shared tables if `tables` is None."""
         options = MODES[mode] | options
         if options["mode"] in ("async", "oac"):
             options.setdefault("window", self.window)
-        return Pipeline(self.state(tables), self.update, loaders=3, fetchers=2, **options)
+        return Pipeline(self.task, self.state(tables), loaders=3, fetchers=2, **options)
 
     def stages_ms(self, repeats: int) -> dict[str, float]:
         """Median milliseconds of every stage alone."""
         window, tables = self.window, self.tables
         last, held, capacity = LastWriters(tables.spec, window, window), None, None
         dense = self.state().dense
-        update = jax.jit(self.update, donate_argnums=0)
+        update = jax.jit(self.task.checked_update, donate_argnums=0)
         replay, append = jax.jit(ring.replay), jax.jit(ring.append, donate_argnums=0)
         times: dict[str, list[float]] = {
             name: [] for name in ("plan", "gather", "replay", "update", "append", "write_back")

@@ -115,7 +115,7 @@ def trained_pool(
     """
     plan = plan or {}
     started = Supervisor(
-        cluster, work.spec, work.row_optimizer, servers, directory=directory, timeout_s=TIMEOUT_S,
+        cluster, work.task.spec, work.task.row_optimizer, servers, directory=directory, timeout_s=TIMEOUT_S,
         most_deaths=len(plan) + 8,
     )  # fmt: skip
     with contextlib.closing(started):

@@ -63,11 +63,11 @@ def rate(looks: list[tuple[float, list[int]]], warm: int) -> float:
 
 def turn(cluster: Cluster, servers: Supervisor, job: Job, arm: str, trainers: int, steps: int, pace: float) -> dict:
     """Run one pool; return {steps_per_s, average_sync_gap}."""
-    spec, loss, params, optimizer, row_optimizer = reference_work(job)
+    task, params = reference_work(job)
     cores, name = sorted(os.sched_getaffinity(0)), arm.removesuffix("_paced")
     rule = None if arm == "none" else WAYS[name]()
     work = TrainerWork(
-        spec, loss, optimizer, row_optimizer, params, Cycled(job, WARM_STEPS + steps), rule,
+        task, params, Cycled(job, WARM_STEPS + steps), rule,
         pace_seconds=pace if arm.endswith("_paced") else 0.0,
     )  # fmt: skip
     looks: list[tuple[float, list[int]]] = []
@@ -92,9 +92,9 @@ def measured_processes(job: Job, arms: tuple[str, ...], rounds: int, steps: int,
     """
     cores = len(os.sched_getaffinity(0))
     turns = [(arm, n) for arm in ("none", *arms) for n in sorted({1, cores})]
-    spec, _, _, _, row_optimizer = reference_work(job)
+    task, _ = reference_work(job)
     with of_its_own(), tempfile.TemporaryDirectory() as directory, Cluster() as cluster:
-        servers = Supervisor(cluster, spec, row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S)
+        servers = Supervisor(cluster, task.spec, task.row_optimizer, SERVERS, directory=directory, timeout_s=TIMEOUT_S)
         ways = {each: functools.partial(turn, cluster, servers, job, *each, steps, pace) for each in turns}
         found = in_turns(ways, rounds, "processes")
         servers.close()

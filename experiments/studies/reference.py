@@ -69,8 +69,8 @@ def synthetic(job: Job, batches: int = BATCHES) -> tuple[SyntheticClicks, list]:
     return clicks, list(clicks.stream(job.batch_size, batches=batches))
 
 
-def reference_work(job: Job):
-    """The job for jaxrec: (spec, loss, initial parameters, dense optimizer, row optimizer)."""
+def reference_work(job: Job, mesh=None):
+    """The job for jaxrec: (Task, initial parameters)."""
     # Imported here: PyTorch processes use this file only for its batches and need no jax.
     import optax
     from main.click_data import click_job, make_model
@@ -79,8 +79,8 @@ def reference_work(job: Job):
 
     model = make_model(job.model, job.width)
     work = click_job(job.cardinalities, model, optax.sgd(0.01), rowwise_adagrad(0.02), job.width)
-    spec, loss = (work.spec, work.loss) if job.hots == "one" else _of_bags(job, work)
-    return spec, loss, work.init(0), work.optimizer, work.row_optimizer
+    spec, loss = (work.spec, work.task.loss) if job.hots == "one" else _of_bags(job, work)
+    return dataclasses.replace(work.task, spec=spec, loss=loss), work.init(0)
 
 
 def _of_bags(job, work):
@@ -92,7 +92,7 @@ def _of_bags(job, work):
     lookups = {name: Lookup(name, hots) for name, hots in zip(work.spec.tables, job.field_hots, strict=True)}
 
     def loss(params, activations, batch):
-        return work.loss(params, {"sparse": jnp.stack([activations[name] for name in lookups], axis=1)}, batch)
+        return work.task.loss(params, {"sparse": jnp.stack([activations[name] for name in lookups], axis=1)}, batch)
 
     return dataclasses.replace(work.spec, lookups=lookups), loss
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrec.embedding import DeviceTables, HostTables, capacity_of
+from jaxrec.embedding import HostTables, capacity_of
 from jaxrec.loop import keep_memory, planned
 from jaxrec.shadowsync import (
     Foreground,
@@ -27,8 +27,6 @@ from jaxrec.shadowsync import (
     model_averaging,
     train_freely,
 )
-from jaxrec.sharding import make_mesh
-from jaxrec.step import init_state, make_train_step
 from studies.reference import Job, reference_work, synthetic
 
 RULES: dict[str, Callable[..., Rule]] = {"ma": model_averaging, "bmuf": bmuf, "easgd": easgd}
@@ -64,17 +62,11 @@ class TimedTrainer:
     def __init__(self, job: Job):
         keep_memory()
         self.job = job
-        self.spec, loss, self.params, optimizer, self.row_optimizer = reference_work(job)
+        self.task, self.params = reference_work(job)
         _, self.batches = synthetic(job)
-        self.state = init_state(self.params, optimizer, self.tables())
-        self.step = make_train_step(self.spec, loss, optimizer, self.row_optimizer)
+        self.spec = self.task.spec
+        self.state = self.task.init(self.params, job.tables)
         self.capacity: dict[str, int] | None = None
-
-    def tables(self) -> HostTables | DeviceTables:
-        """Initial tables, in host or device memory as the job asks."""
-        if self.job.tables == "host":
-            return HostTables.create(self.spec, self.row_optimizer)
-        return DeviceTables.create(self.spec, self.row_optimizer, make_mesh())
 
     def run(self, steps: int, synchroniser=None) -> np.ndarray:
         """Seconds of every step.
@@ -89,7 +81,7 @@ class TimedTrainer:
             self.capacity = capacity_of(plans)
             start = time.perf_counter()
             for batch, plans in pairs:
-                self.state, _ = self.step(self.state, plans, batch)
+                self.state, _ = self.task.step(self.state, batch, plans)
                 if synchroniser is not None:
                     self.state = synchroniser.exchange(self.state)
                 if len(times) == steps - 1:
@@ -154,9 +146,9 @@ class Trainers:
         os.environ["XLA_FLAGS"] = f"{os.environ['XLA_FLAGS']} {of_xla}"  # keeps what importing jaxrec has set
         jax.config.update("jax_platforms", "cpu")
         keep_memory()
-        self.work = reference_work(job)
+        self.task, self.params = reference_work(job)
         _, self.batches = synthetic(job)
-        self.tables = HostTables.create(self.work[0], self.work[-1])
+        self.tables = HostTables.create(self.task.spec, self.task.row_optimizer)
         self.trainers, self.pace_seconds = trainers, pace_seconds
         # Created once, so that their compiled programs are reused; keys are RULE and RULE-FORM.
         self.rules = {name: make() for name, make in {**RULES, **FORMS_OF_RULES}.items()}
@@ -168,12 +160,11 @@ class Trainers:
           way_and_steps: ('none' or 's_RULE[-FORM]', steps); rounds are back to back, or paced with the suffix '_paced'.
         """
         way, steps = way_and_steps
-        spec, loss, params, optimizer, row_optimizer = self.work
         synchroniser = None
         if way != "none":
             rule = self.rules[way.removeprefix("s_").removesuffix("_paced")]
             pace = self.pace_seconds if way.endswith("_paced") else 0.0
-            synchroniser = SyncGroup(rule, params, self.trainers, pace_seconds=pace).trainer
+            synchroniser = SyncGroup(rule, self.params, self.trainers, pace_seconds=pace).trainer
         # Wall and CPU time after every step.
         clocks: list[list[tuple[float, float]]] = [[] for _ in range(self.trainers)]
         first = len(self.batches)
@@ -188,15 +179,7 @@ class Trainers:
                 yield batch
 
         _, figures = train_freely(
-            spec,
-            loss,
-            optimizer,
-            row_optimizer,
-            params,
-            self.tables,
-            [stream(i) for i in range(self.trainers)],
-            synchroniser,
-            hook=note,
+            self.task, self.params, self.tables, [stream(i) for i in range(self.trainers)], synchroniser, hook=note
         )
         start, end = max(each[first] for each in clocks), min(each[-1] for each in clocks)
         done = sum(start < clock <= end for each in clocks for clock in each)

@@ -28,22 +28,18 @@ class JaxSide:
         import jax
 
         from jaxrec.loop import keep_memory
-        from jaxrec.sharding import make_mesh
-        from jaxrec.step import init_state, make_train_step, make_update
 
         if job.precision != "default":
             jax.config.update("jax_default_matmul_precision", job.precision)
         keep_memory()
         self.job = job
-        self.spec, loss, self.params, optimizer, rows = work(job)
+        self.task, self.params = work(job)
+        self.spec = self.task.spec
         self.batches = [in_bags(job, self.spec, batch) for batch in synthetic(job)[1]]
-        mesh = make_mesh()
-        self.state = init_state(self.params, optimizer, create_tables(job.tables, self.spec, rows, mesh), mesh)
-        self.step = make_train_step(self.spec, loss, optimizer, rows, mesh)
-        self.update = jax.jit(make_update(self.spec, loss, optimizer, rows, mesh))
+        self.state, self.update = self.task.init(self.params, job.tables), jax.jit(self.task.checked_update)
         self.capacity: dict[str, int] | None = None
         self.table_bytes = sum(
-            4 * s.rows * (s.width + sum(slot.width for slot in rows.init(s.width).values()))
+            4 * s.rows * (s.width + sum(slot.width for slot in self.task.row_optimizer.init(s.width).values()))
             for s in self.spec.stacks.values()
         )
 
@@ -56,11 +52,11 @@ class JaxSide:
         with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:
             _, plans = next(pairs)  # starts the thread, so it is not timed
             self.capacity = capacity_of(plans)
-            return self._timed(self.step, ((plans, batch) for batch, plans in pairs), steps)
+            return self._timed(self.task.step, pairs, steps)
 
     def run_planned(self, steps: int) -> float:
         """Seconds per step alone: plans and batches are on the device before the timing starts."""
-        return self._timed(self.step, itertools.cycle(self._on_device[1]), steps)
+        return self._timed(self.task.step, itertools.cycle(self._on_device[1]), steps)
 
     def run_device_plan(self, steps: int) -> float:
         """Seconds per step if ids are sent and planned on the device, in the same program as the step."""
@@ -86,7 +82,7 @@ class JaxSide:
 
     @functools.cached_property
     def _on_device(self):
-        """Batches, and (plans, batch) pairs of one common capacity, on the device."""
+        """Batches, and (batch, plans) pairs of one common capacity, on the device."""
         import jax
 
         from jaxrec.embedding import plan
@@ -94,7 +90,7 @@ class JaxSide:
         capacity = self._capacity_of_all
         batches = [(jax.device_put(batch),) for batch in self.batches]
         plans = [jax.device_put(plan(self.spec, batch.ids, capacity)) for batch in self.batches]
-        return jax.block_until_ready((batches, [(p, *b) for p, b in zip(plans, batches, strict=True)]))
+        return jax.block_until_ready((batches, [(*b, p) for p, b in zip(plans, batches, strict=True)]))
 
     @functools.cached_property
     def _capacity_of_all(self):
@@ -116,7 +112,7 @@ class JaxSide:
 
         def plan_and_step(state, batch):
             plans = device_plan(self.spec, batch.ids, capacity)
-            state, metrics = self.step(state, plans, batch)
+            state, metrics = self.task.step(state, batch, plans)
             over = [jnp.sum(jnp.maximum(p.count - p.unique.shape[1], 0)) + p.invalid for p in plans.values()]
             return state, metrics | {"dropped": sum(over)}
 
@@ -220,15 +216,6 @@ class JaxSide:
         floats = {name: sum(leaf.shape[-1] for leaf in jax.tree.leaves(its)) for name, its in rows.items()}
         gb = sum(4e-9 * floats[name] * int(its.count.sum()) for name, its in plans.items())
         return found | {"gb": gb, "rows": sum(int(its.count.sum()) for its in plans.values())}
-
-
-def create_tables(home: str, spec, row_optimizer, mesh):
-    """Return the initial tables of a job."""
-    from jaxrec.embedding import DeviceTables, HostTables, PinnedTables
-
-    if home == "host":
-        return HostTables.create(spec, row_optimizer)
-    return (PinnedTables if home == "pinned" else DeviceTables).create(spec, row_optimizer, mesh)
 
 
 def matrix_products(params, job):

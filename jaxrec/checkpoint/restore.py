@@ -29,7 +29,7 @@ from jaxrec.checkpoint.state import (
     select_replica,
     tables_of,
 )
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Layout, Lookup, PinnedTables, Table, Tables, sgd
+from jaxrec.embedding import EmbeddingSpec, Layout, Lookup, Place, Table, Tables, create_tables, sgd
 from jaxrec.embedding.tables import Parts, chosen_shards, empty_parts, fill_initial, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
@@ -307,7 +307,7 @@ def restore_for_prediction(
     spec: EmbeddingSpec,
     params: PyTree,
     replica: int | Literal["mean"] = "mean",
-    home: type[HostTables] | type[DeviceTables] | type[PinnedTables] = HostTables,
+    place: Place = "host",
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[TrainState, Image]:
     """Restore the model of a run, without the state of either optimizer, for `make_eval_step`.
@@ -319,7 +319,7 @@ def restore_for_prediction(
         `jax.eval_shape(model.init, ...)`.
       replica: replica whose parameters to take, from 0 to R - 1, or "mean" for the mean of all (see
         `jaxrec.shadowsync.with_mean_replica`); the rows are shared by all replicas.
-      home: class of the tables, `HostTables`, `DeviceTables` or `PinnedTables`.
+      place: where the rows are: "host", "device" or "pinned".
       mesh: as for `make_eval_step`; one device if None.
 
     Returns:
@@ -330,34 +330,27 @@ def restore_for_prediction(
       DamagedImage: as `restore`.
 
     >>> import tempfile, optax, jaxrec
+    >>> from jaxrec import adagrad
     >>> from jaxrec.checkpoint import Checkpointer
-    >>> from jaxrec.embedding import adagrad
     >>> spec = EmbeddingSpec({"item": Table(50, 4)}, {"item": Lookup("item")})
     >>> def predict(params, activations, batch):
     ...     return activations["item"] @ params["weights"]
     >>> params, directory = {"weights": jnp.ones(4)}, tempfile.mkdtemp()
-    >>> trained = jaxrec.init_state(params, optax.adam(0.1), HostTables.create(spec, adagrad(0.1)))
+    >>> loss = lambda params, activations, batch: (predict(params, activations, batch) - batch.label) ** 2
+    >>> trained = jaxrec.Task(spec, loss, optax.adam(0.1), adagrad(0.1)).init(params)
     >>> with Checkpointer(directory) as checkpointer:
     ...     waited = checkpointer.save(trained)
 
     The optimizers are not needed any more:
 
     >>> state, image = restore_for_prediction(directory, spec, params)
-    >>> ids = {"item": np.array([3, 7], np.int32)}
-    >>> batch = jaxrec.Batch(ids, np.zeros((2, 0)), label=np.zeros(2), weight=np.ones(2))
-    >>> jaxrec.make_eval_step(spec, predict)(state, jaxrec.plan(spec, ids), batch).shape
+    >>> batch = jaxrec.Batch({"item": np.array([3, 7])}, label=np.zeros(2))
+    >>> jaxrec.make_eval_step(spec, predict)(state, batch).shape
     (2,)
     """
-    if home not in (HostTables, DeviceTables, PinnedTables):
-        raise ValueError(f"home={home!r:.200} must be HostTables, DeviceTables or PinnedTables, the class itself.")
     shapes = jax.eval_shape(lambda tree: tree, params)
     mesh = as_mesh(mesh)
-    no_slots = sgd(0.0)  # this optimizer has no slots
-    tables: Tables
-    if home is HostTables:
-        tables = HostTables.create(spec, no_slots)
-    else:
-        tables = (PinnedTables if home is PinnedTables else DeviceTables).create(spec, no_slots, mesh)
+    tables = create_tables(place, spec, sgd(0.0), mesh)  # this optimizer has no slots
     blank = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     dense = DenseState(
         put_on_mesh(jnp.zeros((), jnp.int32), mesh, EVERYWHERE),

@@ -1,9 +1,8 @@
 """Shard servers in other processes and on other machines, started and supervised with Ray, for `RemoteTables`.
 
     with Cluster() as cluster:                                       # Ray on this machine, or Cluster("auto")
-        servers = Supervisor(cluster, spec, row_optimizer, servers=2)
-        state = init_state(params, optimizer, servers.tables)
-        with Pipeline(state, update, window=4) as engine:
+        servers = Supervisor(cluster, task.spec, task.row_optimizer, servers=2)
+        with Pipeline(task, task.init(params, servers.tables), window=4) as engine:
             engine.enter(servers)                                    # before the recovery, which restores the rows
             recovery = engine.enter(Recovery(engine, directory, ...))
             train(engine, stream, hooks=[recovery.hook])

@@ -1,7 +1,7 @@
 """Free-running trainers in processes of their own, over rows at shard servers, with replacement of dead processes.
 
     with Cluster() as cluster:
-        servers = Supervisor(cluster, spec, row_optimizer, servers=2)
+        servers = Supervisor(cluster, task.spec, task.row_optimizer, servers=2)
         with TrainerPool(cluster, servers, work, trainers=4) as pool:
             params, stats = pool.run()
 

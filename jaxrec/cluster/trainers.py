@@ -23,12 +23,12 @@ from jaxrec.cluster.processes import unpacked
 from jaxrec.cluster.sync_servers import SyncClient
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import Server
-from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow, train_stretch
 from jaxrec.shadowsync.params import with_floating
 from jaxrec.sharding import make_mesh
-from jaxrec.step import init_state
-from jaxrec.types import Batch, Plan, PyTree, RowOptimizer, Rows, ShardsLost
+from jaxrec.step import init_dense
+from jaxrec.task import Task
+from jaxrec.types import Batch, Plan, PyTree, Rows, ShardsLost
 
 # (trainer, trainers) -> (start -> the batches of that trainer, beginning with number start)
 BatchFactory = Callable[[int, int], Callable[[int], Iterator[Batch]]]
@@ -38,7 +38,7 @@ class TrainerWork(NamedTuple):
     """Model, batches and synchronisation of all trainers of a pool.
 
     Attributes:
-      spec, loss, optimizer, row_optimizer, params: as for `train_freely`.
+      task, params: as for `train_freely`.
       batches: (trainer, trainers) -> (start -> iterator over the trainer's batches, of one size, beginning with number
         start); called in the trainer's process, and must return the same batches in every call.
       rule: synchronisation rule; None to not synchronise.
@@ -47,10 +47,7 @@ class TrainerWork(NamedTuple):
       workers: m.
     """
 
-    spec: EmbeddingSpec
-    loss: Callable
-    optimizer: optax.GradientTransformation
-    row_optimizer: RowOptimizer
+    task: Task
     params: PyTree
     batches: BatchFactory
     rule: Rule | None = None
@@ -257,9 +254,8 @@ class TrainerProcess:
             self._state = "failed"
 
     def _train(self, work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s):
-        spec, own = work.spec, (work.optimizer, work.row_optimizer)
         tables: Any = RetryingTables(
-            spec, work.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
+            work.task.spec, work.task.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
         )
         with self._lock:
             self._tables, successors = tables, dict(self._servers)
@@ -268,7 +264,7 @@ class TrainerProcess:
                 tables.replace_server(server, shards, "it died while this trainer started")
         self._stream = Stream(work.batches(number, trainers)(start), start)
         begin = work.params if params is None else with_floating(work.params, params)
-        dense = init_state(begin, work.optimizer, tables, make_mesh(devices=jax.local_devices()[:1])).dense
+        dense = init_dense(begin, work.task.optimizer, make_mesh(devices=jax.local_devices()[:1]))
         # Schedules of rows and of dense parameters continue.
         dense = dense._replace(step=dense.step + start, opt_state=at_step(dense.opt_state, start))
         if work.rule is not None:
@@ -278,7 +274,7 @@ class TrainerProcess:
             self._sync = self._synchroniser(work, number)
         self._state = "training"
         (dense,), _ = train_stretch(
-            FreeStep(spec, work.loss, *own), [dense], tables, [self._stream],
+            FreeStep(work.task), [dense], tables, [self._stream],
             (lambda _: self._sync) if self._sync else None, work.workers, self._after_step,
         )  # fmt: skip
         return jax.device_get(dense.params)

@@ -65,11 +65,12 @@ def measure(
       OSError: the disk is full, or the directory cannot be written; no file remains. Host tables have the same values;
         device tables may have been donated by a round before: create them anew.
 
-    >>> import jax.numpy as jnp, optax, tempfile, jaxrec
+    >>> import optax, tempfile
+    >>> from jaxrec import EmbeddingSpec, Lookup, Table, Task, adagrad
     >>> from jaxrec.cpr import measure, plan_recovery
-    >>> from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
     >>> spec = EmbeddingSpec({'item': Table(9000, 8)}, {'item': Lookup('item')})
-    >>> state = jaxrec.init_state({'bias': jnp.zeros(())}, optax.adam(1e-3), HostTables.create(spec, adagrad(0.1)))
+    >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
+    >>> state = Task(spec, loss, optax.adam(1e-3), adagrad(0.1)).init(0.0)
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     state, costs = measure(state, directory, mtbf_hours=28, total_hours=56, reschedule_hours=0.1)
     >>> plan = plan_recovery(costs, target_pls=0.1)

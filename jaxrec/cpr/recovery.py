@@ -12,7 +12,7 @@ The schedule, in steps:   every save_every_steps a regular save, of everything w
 Every save also holds the dense state and the figures of the recovery, so that a run survives the loss of its process:
 
     state, image = restore(directory, state)                    # base + deltas + the dense state saved last
-    with Serial(state, train_step) as engine:
+    with Serial(task, state) as engine:
         recovery = engine.enter(Recovery(engine, directory, image=image, ...))
         train(engine, stream, hooks=[recovery.hook])            # the stream continues from engine.step
 
@@ -90,7 +90,7 @@ _recoveries: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class Recovery:
     """Saves the embedding rows of a run and restores lost shards; watches an engine, serial or OAC's pipeline.
 
-        with Serial(state, train_step) as engine:
+        with Serial(task, state) as engine:
             recovery = engine.enter(Recovery(engine, directory, save_every_steps=1000, total_steps=9000, scheme=mfu()))
             train(engine, stream, hooks=[recovery.hook])        # or, between two steps, recovery.recover([3])
 

@@ -167,7 +167,7 @@ class Loader:
         weight = rows["weight"] if "weight" in rows else np.ones(len(rows["label"]), np.float32)
         ids = {key[1]: _padded(array, missing, -1) for key, array in rows.items() if isinstance(key, tuple)}
         label, weight = (_padded(array.astype(np.float32), missing, 0) for array in (rows["label"], weight))
-        return Batch(ids, _padded(rows["dense"], missing, 0), label, weight)
+        return Batch(ids, label, _padded(rows["dense"], missing, 0), weight)
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:

@@ -103,7 +103,7 @@ class SyntheticClicks:
         rng = np.random.default_rng([self.seed, stream, index])
         ids = _power_law(rng.random((batch_size, len(self.cardinalities))), self.cardinalities, self.exponent)
         dense = rng.standard_normal((batch_size, self.dense_features), np.float32)
-        batch = Batch({self.lookup: ids}, dense, np.zeros(batch_size, np.float32), np.ones(batch_size, np.float32))
+        batch = Batch({self.lookup: ids}, np.zeros(batch_size, np.float32), dense)
         click = rng.random(batch_size) < 1 / (1 + np.exp(-self.teacher_logit(batch)))
         return batch._replace(label=click.astype(np.float32))
 

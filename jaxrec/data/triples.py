@@ -163,7 +163,7 @@ class TripleBatches:
         negative = rng.integers(self.entities, size=(self.groups, self.negatives), dtype=np.int32)
         ids = {"head": rows[:, 0].copy(), "tail": rows[:, 2].copy(), "negative": negative}
         relation = np.where(real, rows[:, 1], 0).astype(np.float32)[:, None]
-        return Batch(ids, relation, np.ones(size, np.float32), real.astype(np.float32))
+        return Batch(ids, np.ones(size, np.float32), relation, real.astype(np.float32))
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
         """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""

@@ -7,6 +7,7 @@ in `servers`.
 """
 
 from jaxrec.embedding.device import DeviceTables
+from jaxrec.embedding.homes import Place, create_tables
 from jaxrec.embedding.host import HostTables
 from jaxrec.embedding.lookup import (
     activations,
@@ -35,8 +36,8 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
 from jaxrec.embedding.tables import Tables, embedding_matrix
 
 __all__ = [
-    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "PinnedTables", "RemoteTables",
-    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "checked_plan", "device_plan",
-    "embedding_matrix", "ftrl", "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad", "rowwise_adam",
-    "sgd", "unchecked_plan", "with_clipping", "with_weight_decay",
+    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "PinnedTables", "Place", "RemoteTables",
+    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "checked_plan", "create_tables",
+    "device_plan", "embedding_matrix", "ftrl", "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad",
+    "rowwise_adam", "sgd", "unchecked_plan", "with_clipping", "with_weight_decay",
 ]  # fmt: skip

@@ -84,7 +84,7 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
       n3: weight of the penalty.
 
     Returns:
-      A loss for `make_train_step`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
+      A loss for a `Task`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
       'negative': f32[G, K, E]}, Batch) -> f32[B].
     """
     real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)

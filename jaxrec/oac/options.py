@@ -11,7 +11,8 @@ import jax
 from jaxrec import validate
 from jaxrec.bounds import whole_number
 from jaxrec.oac.view import GuardedTables
-from jaxrec.sharding import AXES, check_split, mesh_of
+from jaxrec.sharding import AXES, as_mesh, check_split, mesh_of
+from jaxrec.task import Task
 from jaxrec.types import TrainState
 
 MODES = ("sync", "async", "semisync", "oac")
@@ -147,25 +148,19 @@ def check_options(
 def with_unguarded_tables(state) -> TrainState:
     """Return a state with its tables unguarded; refuse tables on the device and lagging ones."""
     if not getattr(state.tables, "in_place", False):
-        raise ValueError(
-            "Pipeline is for HostTables or RemoteTables; those on the device need none: use `make_train_step`."
-        )
+        raise ValueError("Pipeline is for HostTables or RemoteTables; those on the device need none: use `Serial`.")
     validate.check_not_donated(state)
     return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
 
 
-def checked_mesh(state: TrainState, update) -> jax.sharding.Mesh:
-    """Return the mesh of the dense state, which must fit the shards and be that of an update by `make_update`.
-
-    An update of one's own that was made for other devices is refused by JAX when it is compiled.
-    """
-    validate.check_takes(update, "update", "dense", "rows", "plans", "batch")
-    mesh = mesh_of(state.dense)
-    check_split(state.tables.spec.shards, mesh)
-    theirs = getattr(update, "mesh", mesh)
+def checked_mesh(task: Task, state: TrainState) -> jax.sharding.Mesh:
+    """Return the mesh of a task, on which the dense state must lie, with tables of its spec."""
+    mesh, theirs = as_mesh(task.mesh), mesh_of(state.dense)
     if theirs != mesh:
         raise ValueError(
-            f"the update was made for a mesh of {theirs.size} devices in {theirs.shape[AXES[0]]} replicas, but the "
-            f"state lies on {mesh.size} in {mesh.shape[AXES[0]]}: give one mesh to `init_state` and `make_update`."
+            f"the task is for a mesh of {mesh.size} devices in {mesh.shape[AXES[0]]} replicas, but the state lies on "
+            f"{theirs.size} in {theirs.shape[AXES[0]]}: make the state by `task.init`."
         )
+    validate.check_spec(task.spec, state.tables.spec)
+    check_split(task.spec.shards, mesh)
     return mesh

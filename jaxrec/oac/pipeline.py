@@ -33,18 +33,20 @@ from jaxrec.engine import (
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.options import check_options, checked_mesh, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
-from jaxrec.oac.stages import DeviceStep, Stages, check_same_shapes, fetch_whole
+from jaxrec.oac.stages import DeviceStep, Stages, fetch_whole
 from jaxrec.oac.view import GuardedTables, TableProgress
 from jaxrec.oac.workers import SnapshotSaver, Workers
 from jaxrec.prefetch import Stream, result_or_error
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
+from jaxrec.task import Task
 from jaxrec.types import ShardsLost, TrainState
+from jaxrec.validate import check_same_shapes
 
 
 class Pipeline(Engine):
     """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
-        with Pipeline(state, update, mode="oac", window=8) as pipeline:
+        with Pipeline(task, task.init(params, "host"), window=8) as pipeline:
             for state, metrics in pipeline.run(batches):
                 ...
         state = pipeline.state
@@ -64,8 +66,8 @@ class Pipeline(Engine):
     taken from the ring. Hooks may change the values of the dense state.
 
     Args:
+      task: Task, whose `update` runs in every mode.
       state: TrainState with tables in host memory or at servers; its dense half is donated.
-      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`; not jitted.
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
         semisync (1).
@@ -90,15 +92,15 @@ class Pipeline(Engine):
       scheduler: progress of the batches of the run, for inspection.
 
     Raises:
-      ValueError: tables on the device; an unknown mode; a window or number of threads out of range; state, update and
-        mesh that do not fit each other.
+      ValueError: tables on the device; an unknown mode; a window or number of threads out of range; a task and a
+        state that do not fit each other.
     """
 
     scheduler_type, device_step_type = BatchScheduler, DeviceStep
     _snapshots: SnapshotSaver
 
     def __init__(
-        self, state: TrainState, update: Callable, *, mode: str = "oac", window: int | None = None,
+        self, task: Task, state: TrainState, *, mode: str = "oac", window: int | None = None,
         send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
         skip_stale_reads: bool = False, capacity: Mapping[str, int] | None = None,
@@ -114,9 +116,9 @@ class Pipeline(Engine):
         )  # fmt: skip
         self.mode, self.window, self._options = options.mode, options.window, options
         tables, spec = state.tables, state.tables.spec
-        mesh = checked_mesh(state, update)
+        mesh = checked_mesh(task, state)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._device_step = self.device_step_type(update, options, tables, mesh, state.dense)
+        self._device_step = self.device_step_type(task.checked_update, options, tables, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
         self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0

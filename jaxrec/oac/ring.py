@@ -169,7 +169,7 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
     `Pipeline` runs the same parts, some of them on the host, in `DeviceStep.commit`.
 
     Args:
-      update: (dense, rows, plans, batch) -> dense', rows', metrics, as from `make_update`.
+      update: (dense, rows, plans, batch) -> dense', rows', metrics, as `Task.update`.
       dense: DenseState after batch number - 1.
       ring: Ring after batch number - 1.
       rows: {stack: Rows}, gathered and possibly stale.

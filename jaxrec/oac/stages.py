@@ -141,7 +141,6 @@ class DeviceStep:
         if key not in self._read:
             dense, rows = jax.tree.map(shape_of, self.dense), self._rows_of(inputs.plans)
             traced = self._jitted.trace(dense, rows, *jax.tree.map(shape_of, inputs))
-            check_returned(dense, rows, traced.out_info)
             # The same dead-code elimination by which `jit` drops unused arguments.
             read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
             found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
@@ -212,31 +211,9 @@ class DeviceStep:
         return any(leaf.is_deleted() for leaf in leaves if isinstance(leaf, jax.Array))
 
 
-def check_returned(dense: DenseState, rows: dict, returned: Any) -> None:
-    """Refuse an update that changes shapes or dtypes, before anything is donated to it."""
-    dense_after, new, metrics = returned
-    if not isinstance(metrics, dict):
-        raise ValueError(
-            f"the update returns metrics that are a {type(metrics).__name__}: a dict {{name: array}} is expected."
-        )
-    for what, before, after in [("dense state", dense, dense_after), ("rows", rows, new)]:
-        check_same_shapes(before, after, f"the update changes the shapes of the {what}")
-
-
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return shape and dtype of a leaf on the device."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-
-def check_same_shapes(before: Any, after: Any, what: str) -> None:
-    """Refuse a dense state, or rows, of other shapes or dtypes; the message begins with `what`."""
-    if after is not before and shapes_of(after) != shapes_of(before):
-        raise ValueError(f"{what}: {shapes_of(after)} in place of {shapes_of(before)}. Only its values may be others.")
-
-
-def shapes_of(tree: Any) -> Any:
-    """Return the shape and dtype of every leaf."""
-    return jax.tree.map(lambda leaf: (np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))), tree)
 
 
 class Stages:

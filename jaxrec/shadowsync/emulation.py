@@ -18,22 +18,19 @@ Legend: n trainers, m workers per trainer, B batch, U padded unique rows.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import DeviceTables, plan
-from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.losses import check_rng
 from jaxrec.shadowsync.rules import Rule, is_synchronised, mean_of
-from jaxrec.sharding import make_mesh
 from jaxrec.step import gradients, step_dense, step_rows, with_replica
-from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
+from jaxrec.task import Task, check_gradients_suffice, once_per_task
+from jaxrec.types import Batch, DenseState, Plan, PyTree, TrainState
 
 ALL_REDUCE = "all_reduce"
 
@@ -66,16 +63,14 @@ class Emulation:
     """Emulation of n trainers with m workers each, tick by tick.
 
     Args:
-      spec: embedding spec with one shard.
-      loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
-        variables.
+      task: Task with one shard, whose loss may neither take a key nor return variables.
       params: initial dense parameters of every replica.
       trainers: n.
       workers: m.
       script: schedule of synchronisation; None for no synchronisation; 'all_reduce' for lock-step training of the dense
         parameters with the mean of the trainers' gradients, which requires m = 1.
       seed: seed of the order of events.
-      programs: result of `make_events`, to compile the programs once for several emulations.
+      tables: initial tables, which are donated; those of the spec if None.
 
     Attributes:
       dense: DenseState of each trainer, without a replica axis.
@@ -86,28 +81,25 @@ class Emulation:
 
     def __init__(
         self,
-        spec: EmbeddingSpec,
-        loss: Callable,
-        optimizer: optax.GradientTransformation,
-        row_optimizer: RowOptimizer,
+        task: Task,
         params: PyTree,
         trainers: int,
         workers: int = 1,
         script: Script | str | None = None,
         seed: int = 0,
-        programs: tuple[Callable, Callable, Callable] | None = None,
+        tables: DeviceTables | None = None,
     ):
+        spec = task.spec
         _check(spec, trainers, workers, script)
         self.spec, self.trainers, self.workers, self._seed = spec, trainers, workers, seed
         self._lock_step = script == ALL_REDUCE
         copy = lambda tree: jax.tree.map(lambda x: jnp.array(x), tree)
-        start = DenseState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        start = DenseState(jnp.zeros((), jnp.int32), params, task.optimizer.init(params))
         self.dense = [copy(start) for _ in range(trainers)]
-        self.tables = DeviceTables.create(spec, row_optimizer, make_mesh())
+        self.tables = DeviceTables.create(spec, task.row_optimizer) if tables is None else tables
         self._pending: list[list[Pending | None]] = [[None] * workers for _ in range(trainers)]
         self._rounds = _Rounds(script, params, trainers) if isinstance(script, Script) else None
-        programs = programs or make_events(spec, loss, optimizer, row_optimizer)
-        self._compute, self._apply_rows, self._apply_dense = programs
+        self._compute, self._apply_rows, self._apply_dense = _programs(task)
         self.ticks = self.batch_size = 0
         self._finished = False
 
@@ -206,26 +198,22 @@ def _worker_orders(seed, number, trainers, workers):
     return [np.random.default_rng([seed, 1, number, i]).permutation(workers) for i in range(trainers)]
 
 
-def make_events(
-    spec: EmbeddingSpec,
-    loss: Callable,
-    optimizer: optax.GradientTransformation,
-    row_optimizer: RowOptimizer,
-) -> tuple[Callable, Callable, Callable]:
+@once_per_task
+def _programs(task):
     """Create the programs of an event: compute gradients, apply them to rows, apply them to parameters."""
-    check_rng(loss, keyed=False)
+    check_gradients_suffice(task)
 
     def compute(params, tables, plans, batch):
         values = {name: rows.value for name, rows in tables.read(plans).items()}
-        gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=spec, loss=loss)
+        gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=task.spec, loss=task.loss)
         return Pending(gradient, by_rows, {name: p.unique for name, p in plans.items()}), metrics["loss"]
 
     def apply_rows(tables, by_rows, unique, step):
         plans = {name: Plan(rows, {}, None, None) for name, rows in unique.items()}
-        return tables.put(plans, step_rows(tables.read(plans), by_rows, step, row_optimizer))
+        return tables.put(plans, step_rows(tables.read(plans), by_rows, step, task.row_optimizer))
 
     def apply_dense(dense, gradient):
-        return step_dense(dense, gradient, optimizer)
+        return step_dense(dense, gradient, task.optimizer)
 
     return jax.jit(compute), jax.jit(apply_rows, donate_argnums=0), jax.jit(apply_dense, donate_argnums=0)
 

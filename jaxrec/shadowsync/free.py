@@ -23,6 +23,7 @@ from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
+from jaxrec.task import Task
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
 from jaxrec.validate import check_spec
 
@@ -30,17 +31,16 @@ from jaxrec.validate import check_spec
 class FreeTrainers(Engine):
     """Engine of n free-running trainers over shared host tables; it does not support `snapshot_at` and `lose`.
 
-        step = FreeStep(job.spec, job.loss, job.optimizer, job.row_optimizer)
-        state = job.state(host_tables, seed, make_mesh(replicas=2, devices=jax.devices()[:2]))
-        with FreeTrainers(state, step, easgd(), stretch_steps=100) as engine:
+        task = Task(spec, loss, optimizer, row_optimizer, make_mesh(replicas=2, devices=jax.devices()[:2]))
+        with FreeTrainers(task, task.init(params, "host"), easgd(), stretch_steps=100) as engine:
             for state, metrics in engine.run(batches, hooks=[...]):
                 ...
         final = engine.together()
 
     Args:
-      state: TrainState with HostTables and dense parameters on `make_mesh(replicas=n)` of n devices, from `init_state`,
+      task: Task, whose loss may neither take a key nor return variables.
+      state: TrainState with HostTables and dense parameters on `make_mesh(replicas=n)` of n devices, from `task.init`,
         from a FreeTrainers or restored from an image. It is not donated, but its tables are written in place.
-      step: programs of the training step; pass the same object again to avoid recompilation.
       rule: synchronisation rule; None for no synchronisation.
       stretch_steps: length of a stretch in batches: trainers meet and hooks are called whenever the number of batches
         taken is a multiple of it.
@@ -58,8 +58,8 @@ class FreeTrainers(Engine):
 
     def __init__(
         self,
+        task: Task,
         state: TrainState,
-        step: FreeStep,
         rule: Rule | None = None,
         *,
         stretch_steps: int = 100,
@@ -68,7 +68,7 @@ class FreeTrainers(Engine):
         **group: Any,
     ):
         super().__init__()
-        self._free_step, self._rule, self._options = step, rule, group
+        self._free_step, self._rule, self._options = FreeStep(task), rule, group
         if rule is None and group:
             raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
         self._stretch_steps = whole_number("stretch_steps", stretch_steps)
@@ -359,8 +359,8 @@ def _mesh_of(state, step):
     mesh = jax.tree.leaves(state.dense.params)[0].sharding.mesh
     if mesh.shape[DATA] != 1:
         raise ValueError(
-            "the dense state lies on no mesh of one device for each trainer: init_state(params, optimizer, tables, "
-            "make_mesh(replicas=n, devices=jax.devices()[:n]))."
+            "the dense state lies on no mesh of one device for each trainer: make it by `init` of a Task over "
+            "make_mesh(replicas=n, devices=jax.devices()[:n])."
         )
     return mesh
 

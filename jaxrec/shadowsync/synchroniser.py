@@ -197,8 +197,8 @@ class Synchroniser:
         if isinstance(state, TrainState) and not has_axis:
             raise ValueError(
                 "the parameters of a TrainState have a leading axis of replicas, and those that the transport was made "
-                "with have it too: make the group or the transport with one replica, the parameters that "
-                "`init_state` was given."
+                "with have it too: make the group or the transport with one replica, the parameters given "
+                "to `task.init`."
             )
         leaves = [on_device(leaf) for leaf in floating(params)]
         return Live(leaves, has_axis, fold_program(self._rule.merge, leaves))

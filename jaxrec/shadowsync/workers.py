@@ -26,20 +26,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables, capacity_of, plan
-from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.interrupts import uninterrupted
-from jaxrec.losses import check_rng
 from jaxrec.shadowsync.params import replica_spread
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import PeerLeft
 from jaxrec.sharding import make_mesh
-from jaxrec.step import gradients, init_state, step_dense, step_rows, with_replica, without_replica
+from jaxrec.step import gradients, init_dense, step_dense, step_rows, with_replica, without_replica
 from jaxrec.table_use import TableUse
-from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, RowOptimizer, TrainState
+from jaxrec.task import Task, check_gradients_suffice, once_per_task
+from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, TrainState
 
 _END = object()  # marks the end of a stream; None does not
 LEAVE_S = 10.0  # maximum wait at the end for threads blocked in a stream or a hook, in seconds
@@ -47,40 +45,18 @@ _PAUSE_S = 0.005  # polling interval of the threads, in seconds
 
 
 class FreeStep:
-    """Programs of a free-running training step, compiled once for all stretches of a training.
-
-    Args:
-      spec, loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
-        variables, as gradients are applied in any order.
+    """The free-running training step of a task, whose loss may neither take a key nor return variables.
 
     Attributes:
       capacity: {stack: U} of the plans so far, None before the first. Capacities only grow and are shared by all
         workers, so that few shapes are compiled.
     """
 
-    def __init__(
-        self,
-        spec: EmbeddingSpec,
-        loss: Callable,
-        optimizer: optax.GradientTransformation,
-        row_optimizer: RowOptimizer,
-    ):
-        check_rng(loss, keyed=False)
-        self.spec, self.optimizer = spec, optimizer
+    def __init__(self, task: Task):
+        self.spec = task.spec
         self.capacity: dict[str, int] | None = None
         self._lock = threading.Lock()  # guards `capacity`
-
-        def differentiate(dense, rows, plans, batch):
-            params = without_replica(dense).params
-            values = {name: stack.value for name, stack in rows.items()}
-            gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=spec, loss=loss)
-            return gradient, step_rows(rows, by_rows, dense.step, row_optimizer), metrics
-
-        def apply(dense, gradient):
-            return with_replica(step_dense(without_replica(dense), gradient, optimizer))
-
-        self.differentiate, self.apply = jax.jit(differentiate), jax.jit(apply, donate_argnums=0)
-        self.copy = jax.jit(functools.partial(jax.tree.map, jnp.copy))
+        self.differentiate, self.apply, self.copy = _programs(task)
 
     def plan(self, ids: dict[str, Array]) -> dict[str, Plan]:
         """Plan a batch, and grow `capacity` if needed."""
@@ -89,6 +65,23 @@ class FreeStep:
             known = self.capacity or {}
             self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
         return plans
+
+
+@once_per_task
+def _programs(task):
+    check_gradients_suffice(task)
+
+    def differentiate(dense, rows, plans, batch):
+        params = without_replica(dense).params
+        values = {name: stack.value for name, stack in rows.items()}
+        gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=task.spec, loss=task.loss)
+        return gradient, step_rows(rows, by_rows, dense.step, task.row_optimizer), metrics
+
+    def apply(dense, gradient):
+        return with_replica(step_dense(without_replica(dense), gradient, task.optimizer))
+
+    copy = functools.partial(jax.tree.map, jnp.copy)
+    return jax.jit(differentiate), jax.jit(apply, donate_argnums=0), jax.jit(copy)
 
 
 class Shared:
@@ -289,10 +282,7 @@ class Figures(NamedTuple):
 
 
 def train_freely(
-    spec: EmbeddingSpec,
-    loss: Callable,
-    optimizer: optax.GradientTransformation,
-    row_optimizer: RowOptimizer,
+    task: Task,
     params: PyTree,
     tables: HostTables,
     streams: Sequence[Iterable[Batch]],
@@ -310,8 +300,7 @@ def train_freely(
     warning that names it.
 
     Args:
-      spec, loss, optimizer, row_optimizer: as for `make_train_step`, but the loss may neither take a key nor return
-        variables, as gradients are applied in any order.
+      task: Task, whose loss may neither take a key nor return variables, as gradients are applied in any order.
       params: initial dense parameters, the same for every trainer.
       tables: host tables shared by all trainers; written in place.
       streams: batches of each trainer, all of one size; its workers take them in turns.
@@ -332,11 +321,10 @@ def train_freely(
       Exception: the first error of the trainer that failed, naming trainer and worker, when all threads have ended;
         not a `PeerLeft` that it caused in other trainers.
     """
-    step = FreeStep(spec, loss, optimizer, row_optimizer)
     devices = jax.local_devices() if devices is None else devices
     meshes = [make_mesh(devices=[devices[number % len(devices)]]) for number in range(len(streams))]
-    states = [init_state(params, optimizer, tables, mesh).dense for mesh in meshes]
-    return train_stretch(step, states, tables, streams, synchroniser, workers_per_trainer, hook)
+    states = [init_dense(params, task.optimizer, mesh) for mesh in meshes]
+    return train_stretch(FreeStep(task), states, tables, streams, synchroniser, workers_per_trainer, hook)
 
 
 def train_stretch(
@@ -369,13 +357,13 @@ def train_stretch(
       As `train_freely`; ValueError: a state has no leading axis of one replica.
 
     >>> import jax.numpy as jnp, numpy as np, optax
-    >>> from jaxrec.embedding import HostTables, Lookup, Table, sgd
+    >>> from jaxrec import EmbeddingSpec, HostTables, Lookup, Table, sgd
     >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
     >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
-    >>> step, tables = FreeStep(spec, loss, optax.adam(0.1), sgd(0.1)), HostTables.create(spec, sgd(0.1))
-    >>> ones = np.ones(2, np.float32)
-    >>> batch = Batch({'item': np.array([3, 8])}, np.zeros((2, 0), np.float32), ones, ones)
-    >>> states = [init_state(jnp.zeros(()), optax.adam(0.1), tables).dense for trainer in range(2)]
+    >>> task = Task(spec, loss, optax.adam(0.1), sgd(0.1))
+    >>> step, batch = FreeStep(task), Batch({'item': np.array([3, 8])}, np.ones(2, np.float32))
+    >>> tables = HostTables.create(spec, sgd(0.1))
+    >>> states = [task.init(jnp.zeros(()), tables).dense for trainer in range(2)]
     >>> for stretch in range(3):
     ...     states, figures = train_stretch(step, states, tables, [[batch] * 5, [batch] * 4])
     >>> [int(state.step) for state in states], figures.steps
@@ -409,7 +397,7 @@ def _check(states, tables, streams, workers):
         if any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves((state.params, state.opt_state))):
             raise ValueError(
                 f"the state of trainer {number} is not of one replica, whose leaves are [1, ...]: give what an earlier "
-                "call has returned, or `init_state(...).dense`."
+                "call has returned, or `task.init(...).dense`."
             )
 
 

@@ -7,6 +7,7 @@ import os
 
 import jax.numpy as jnp
 import optax
+from world import loss
 
 import jaxrec
 from abuse import refused, situation
@@ -20,7 +21,7 @@ JOB = {"mtbf_hours": 28, "total_hours": 56, "reschedule_hours": 0.1, "rounds": 1
 
 def state_of(rows=40):
     spec = EmbeddingSpec({"item": Table(rows, 16)}, {"item": Lookup("item")}, shards=2)
-    return jaxrec.init_state({"bias": jnp.zeros(())}, optax.sgd(0.1), HostTables.create(spec, adagrad(0.1)))
+    return jaxrec.Task(spec, loss, optax.sgd(0.1), adagrad(0.1)).init({"w": jnp.ones(16)}, "host")
 
 
 def nothing_was_left(directory, act):

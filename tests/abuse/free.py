@@ -1,6 +1,7 @@
 """Free trainers, in stretches and without: wrong states, options, streams and hooks, failures, blocking, Ctrl-C."""
 
 import contextlib
+import functools
 import threading
 import warnings
 
@@ -13,7 +14,7 @@ from world import batch_of, interrupt_when, join_all, loss
 from world import workers as threads_at_work
 
 from abuse import refused, situation
-from jaxrec import init_state, loop, make_mesh
+from jaxrec import Task, loop, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
     AllToAll,
@@ -33,7 +34,6 @@ from jaxrec.shadowsync import (
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 OTHER = EmbeddingSpec({"item": Table(30, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)
-STEP = FreeStep(SPEC, loss, DENSE, ROWS)  # shared, so that its programs are compiled once
 
 
 def stream(batches, label=0.0):
@@ -41,9 +41,13 @@ def stream(batches, label=0.0):
         yield batch_of({"item": np.arange(8, dtype=np.int32) + number % 32}, np.full(8, label, np.float32))
 
 
-def state_of(trainers=2, spec=SPEC):
-    mesh = make_mesh(trainers, jax.devices()[:trainers])
-    return init_state(PARAMS, DENSE, HostTables.create(spec, ROWS), mesh)
+@functools.cache  # shared, so that its programs are compiled once
+def task_of(trainers, spec=SPEC):
+    return Task(spec, loss, DENSE, ROWS, make_mesh(trainers, jax.devices()[:trainers]))
+
+
+def state_of(trainers=2):
+    return task_of(trainers).init(PARAMS, "host")
 
 
 @contextlib.contextmanager
@@ -68,7 +72,7 @@ def freely(streams, synchroniser=None, workers=1, tables=None):
     before = jax.tree.map(np.array, tables.parts("width_4"))
     with no_thread_left():
         try:
-            return train_freely(SPEC, loss, DENSE, ROWS, PARAMS, tables, streams, synchroniser, workers)
+            return train_freely(task_of(1), PARAMS, tables, streams, synchroniser, workers)
         except ValueError:
             jax.tree.map(np.testing.assert_array_equal, tables.parts("width_4"), before)
             raise
@@ -86,10 +90,34 @@ FREELY = {
         [stream(2), stream(2)], lambda number: None if number else shadows(2)(0)
     ),
     "the state of trainer 0 is not of one replica": lambda _: train_stretch(
-        STEP, [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)]
+        FreeStep(task_of(2)), [state_of(2).dense], HostTables.create(SPEC, ROWS), [stream(1)]
     ),
 }
 refused(FREELY)
+
+
+class OfOnesOwn(Task):
+    """A task whose step free trainers would not run."""
+
+    def update(self, dense, rows, plans, batch):
+        raise AssertionError("nothing trains by it")
+
+
+@situation("free trainers of an update of one's own", ValueError, "OfOnesOwn has an update of its own")
+def _(directory):
+    train_freely(OfOnesOwn(SPEC, loss, DENSE, ROWS), PARAMS, HostTables.create(SPEC, ROWS), [stream(1)])
+
+
+@situation("the emulation of an update of one's own", ValueError, "OfOnesOwn has an update of its own")
+def _(directory):
+    one = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
+    Emulation(OfOnesOwn(one, loss, DENSE, ROWS), PARAMS, 2)
+
+
+@situation("three free trainers over two shards")
+def _(directory):
+    with FreeTrainers(task_of(3), state_of(3), None, stretch_steps=3) as engine:
+        assert [metrics["examples"] for _, metrics in engine.run(stream(6))] == [24, 24]
 
 
 @situation("trainers without a batch")
@@ -102,7 +130,7 @@ def _(directory):
 @situation("last rounds before the first step keep the initial parameters")
 def _(directory):
     one = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    emulation = Emulation(one, loss, DENSE, ROWS, PARAMS, 2, script=Script(model_averaging(), 2, 2))
+    emulation = Emulation(task_of(1, one), PARAMS, 2, script=Script(model_averaging(), 2, 2))
     emulation.finish()
     for dense in emulation.dense:
         np.testing.assert_array_equal(dense.params["w"], 1)
@@ -112,10 +140,14 @@ def _(directory):
 # ---- stretches
 
 
+def trainers_of(rule=None, trainers=2, state=None, **more):
+    return FreeTrainers(task_of(trainers), state or state_of(trainers), rule, **more)
+
+
 @contextlib.contextmanager
-def free(rule=None, trainers=2, state=None, step=STEP, **more):
+def free(*given, **more):
     """Free-running trainers; check that no thread is left at the end."""
-    with no_thread_left(), FreeTrainers(state or state_of(trainers), step, rule, **more) as engine:
+    with no_thread_left(), trainers_of(*given, **more) as engine:
         yield engine
 
 
@@ -135,7 +167,7 @@ def after(rule, batches, then):
     """Make other trainers of the state after some batches."""
     with free(rule) as engine:
         train(engine, stream(batches))
-        FreeTrainers(engine.state, STEP, then)
+        trainers_of(then, state=engine.state)
 
 
 def in_a_hook(act):
@@ -168,13 +200,13 @@ def diverged():
 
 MISTAKES = {
     # States and options.
-    "tables were made with another spec": lambda _: FreeTrainers(state_of(spec=OTHER), STEP),
-    "no mesh of one device for each trainer": lambda _: FreeTrainers(
-        init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS), make_mesh(1, jax.devices()[:2])), STEP
+    "tables were made with another spec": lambda _: FreeTrainers(task_of(2, OTHER), state_of()),
+    "no mesh of one device for each trainer": lambda _: trainers_of(
+        state=Task(SPEC, loss, DENSE, ROWS, make_mesh(1, jax.devices()[:2])).init(PARAMS, "host")
     ),
-    "every_steps is of a rule, and rule=None": lambda _: FreeTrainers(state_of(), STEP, every_steps=3),
-    "stretch_steps=0 must be a whole number from 1": lambda _: FreeTrainers(state_of(), STEP, stretch_steps=0),
-    "is not what `figures` of 2 trainers has given": lambda _: FreeTrainers(state_of(), STEP, past=figures_of_one()),
+    "every_steps is of a rule, and rule=None": lambda _: trainers_of(every_steps=3),
+    "stretch_steps=0 must be a whole number from 1": lambda _: trainers_of(stretch_steps=0),
+    "is not what `figures` of 2 trainers has given": lambda _: trainers_of(past=figures_of_one()),
     "the memory of easgd.* does not fit": lambda _: after(bmuf(), 3, easgd()),
     "rule=None would forget what it knows": lambda _: after(easgd(), 3, None),
     "memory is of 3 trainers and the group of 2": lambda _: SyncGroup(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def value(state, row):
     return float(state.tables.shards["width_2"][row % 2]["value"][row // 2, 0])
 
 
-def take_its_number(state, plans, batch):
+def take_its_number(state, batch, plans):
     """A training step that sets every row to the number of the step."""
     step = int(state.dense.step) + 1
     fresh = state_of(step, spec=state.tables.spec)
@@ -91,10 +92,13 @@ def take_its_number(state, plans, batch):
     return state._replace(dense=fresh.dense), {"loss": np.float32(0)}
 
 
+TASK = types.SimpleNamespace(step=take_its_number)
+
+
 @contextlib.contextmanager
 def recovering(directory, state=None, **more):
     """An engine and its recovery."""
-    with Serial(state or state_of(), take_its_number) as engine:
+    with Serial(TASK, state or state_of()) as engine:
         given = {"save_every_steps": 4, "total_steps": 100} | more
         yield engine, engine.enter(Recovery(engine, directory, **given))
 
@@ -102,7 +106,7 @@ def recovering(directory, state=None, **more):
 def recovery_of(directory, **more):
     """A recovery that has not been entered."""
     return Recovery(
-        Serial(state_of(), lambda state, plans, batch: None),
+        Serial(TASK, state_of()),
         directory,
         **({"save_every_steps": 4, "total_steps": 100} | more),
     )

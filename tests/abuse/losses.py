@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
@@ -14,7 +13,7 @@ from jaxrec.shadowsync import Emulation, train_freely
 
 
 def _makes(seed=None, made=pair_loss):
-    return jaxrec.make_train_step(SPEC, made, DENSE, ROWS, seed=seed)
+    return jaxrec.Task(SPEC, made, DENSE, ROWS, seed=seed)
 
 
 def _keyed(params, activations, batch, *, rng):
@@ -27,13 +26,13 @@ def _returns(*more):
         pair_loss(params, activations, batch),
         *[each(params) if callable(each) else each for each in more],
     )
-    train(step=_makes(made=made))
+    train(task=_makes(made=made))
 
 
 @situation("a misspelt lookup", KeyError, "iten")
 def _(directory):
     try:
-        train(step=_makes(made=lambda params, activations, batch: activations["iten"][:, 0, 0] + params["bias"]))
+        train(task=_makes(made=lambda params, activations, batch: activations["iten"][:, 0, 0] + params["bias"]))
     except KeyError as error:
         assert "the activations have the lookups ['pair']" in error.__notes__
         raise
@@ -43,7 +42,7 @@ def _(directory):
 
 
 KEYS = {
-    "wants a key, `rng`, and gets none: give make_train_step .*seed=0": lambda _: _makes(made=_keyed),
+    "wants a key, `rng`, and gets none: give the Task a seed=0": lambda _: _makes(made=_keyed),
     r"takes no key: write it as loss\(params, activations, batch, \*": lambda _: _makes(seed=0),
     "(?s)seed=.* must be a whole number from 0 to .*the step makes the key itself": lambda _: _makes(
         jax.random.key(0), _keyed
@@ -52,7 +51,7 @@ KEYS = {
     "Predictions, free trainers and .* draw nothing": lambda _: jaxrec.make_eval_step(
         SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch)
     ),
-    "free trainers and their emulation draw nothing: write `rng=None` there": lambda _: _emulated(_keyed),
+    "seed=0: free trainers and the emulation give a loss no key": lambda _: _emulated(_keyed, seed=0),
     r"returned variables \['bias'\], but free trainers and the emulation apply gradients alone: train with": lambda _: (
         _freely(_keeps_statistics)
     ),
@@ -65,10 +64,8 @@ def _(directory):
     _step(_makes(np.uint32(2**32 - 1), _keyed))
 
 
-def _step(step):
-    batch = pair_batch()
-    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
-    return step(state, jaxrec.plan(SPEC, batch.ids), batch)
+def _step(task):
+    return task.step(task.init(PARAMS, "host"), pair_batch())
 
 
 @situation("a key that is there already: rng=None without a seed draws nothing")
@@ -85,16 +82,16 @@ def _(directory):
 ONE = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
 
 
-def _emulated(made):
-    Emulation(ONE, made, optax.sgd(0.1), ROWS, PARAMS, trainers=1, seed=3).run([pair_batch()])
+def _emulated(made, seed=None):
+    Emulation(jaxrec.Task(ONE, made, DENSE, ROWS, seed=seed), PARAMS, trainers=1, seed=3).run([pair_batch()])
 
 
-def _freely(made, batches=2):
+def _freely(made, seed=None, batches=2):
     """Train freely over tables that must stay unchanged; set _freely.left to the number of batches not taken."""
     tables, stream = HostTables.create(SPEC, ROWS), iter([pair_batch() for _ in range(batches)])
     before = [array.copy() for shards in tables.shards.values() for parts in shards for array in parts.values()]
     try:
-        train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [stream])
+        train_freely(_makes(seed, made), PARAMS, tables, [stream])
     finally:
         after = [array for shards in tables.shards.values() for parts in shards for array in parts.values()]
         assert all(map(np.array_equal, before, after))
@@ -107,11 +104,11 @@ def _keeps_statistics(params, *args):
 
 @situation(
     "free trainers of a loss that draws, whose streams are not begun", ValueError,
-    "free trainers and their emulation draw nothing: write `rng=None` there",
+    "seed=0: free trainers and the emulation give a loss no key, as they apply gradients in any order; make a Task ",
 )  # fmt: skip
 def _(directory):
     try:
-        _freely(_keyed)
+        _freely(_keyed, seed=0)
     finally:
         assert _freely.left == 2
 
@@ -122,7 +119,7 @@ def _(directory):
         pair_loss(params, activations, batch) + (0 if rng is None else 1)
     )
     tables = HostTables.create(SPEC, ROWS)
-    (dense,), figures = train_freely(SPEC, made, optax.sgd(0.1), ROWS, PARAMS, tables, [[pair_batch()]])
+    (dense,), figures = train_freely(_makes(made=made), PARAMS, tables, [[pair_batch()]])
     assert figures.steps == [1] and int(dense.step) == 1
 
 
@@ -131,7 +128,7 @@ def _(directory):
 
 FIGURES = {
     "loss returned a list for 8 examples.* with a dict of figures": lambda _: train(
-        step=_makes(made=lambda *args: [pair_loss(*args), {}])
+        task=_makes(made=lambda *args: [pair_loss(*args), {}])
     ),
     r"figures named \['loss', 'weight'\], which are the step's own": lambda _: _returns({"loss": 1.0, "weight": 2.0}),
     r"named \['stale_rows', 'patched_rows'\], which are the step's own": lambda _: _returns(

@@ -20,6 +20,7 @@ from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=4)
+OTHER = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=2)
 ROWS, DENSE = adagrad(0.1), optax.sgd(0.01)
 DRAIN = r"call pipeline.drain\(\) before reading, evaluating or saving"
 
@@ -29,16 +30,16 @@ def two_devices(replicas=1):
 
 
 @functools.cache  # one compiled program for all situations
-def update_of(mesh=None):
-    return jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS, mesh)
+def task_of(mesh=None):
+    return jaxrec.Task(SPEC, pair_loss, DENSE, ROWS, mesh)
 
 
 def state_of(mesh=None):
-    return jaxrec.init_state({"bias": np.zeros((), np.float32)}, DENSE, HostTables.create(SPEC, ROWS), mesh)
+    return task_of(mesh).init({"bias": np.zeros((), np.float32)}, "host")
 
 
 def pipeline_of(state=None, **options):
-    return Pipeline(state or state_of(), update_of(), **({"window": 2} | options))
+    return Pipeline(task_of(), state or state_of(), **({"window": 2} | options))
 
 
 def batches_of(number=6):
@@ -101,11 +102,11 @@ MISTAKES = {
         lambda _: pipeline_of().reset(donated()),
     ),
     "reset to a dense state of other shapes": lambda _: reset_to_other_shapes(),
-    "made for a mesh of 2 devices.*lies on 1": lambda _: Pipeline(state_of(), update_of(two_devices())),
-    "made for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(state_of(two_devices()), update_of()),
-    "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(state_of(two_devices(2)), update_of()),
-    r"step is no update: a function of \(dense, rows, plans, batch\) is expected, as from make_update": lambda _: (
-        Pipeline(state_of(), jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS))
+    "task is for a mesh of 2 devices.*lies on 1": lambda _: Pipeline(task_of(two_devices()), state_of()),
+    "task is for a mesh of 1 devices.*lies on 2": lambda _: Pipeline(task_of(), state_of(two_devices())),
+    "in 1 replicas, but the state lies on 2 in 2": lambda _: Pipeline(task_of(), state_of(two_devices(2))),
+    "made with another spec than the step": lambda _: pipeline_of(
+        state_of()._replace(tables=HostTables.create(OTHER, ROWS))
     ),
     # Streams, hooks, and calls at the wrong time.
     "the stream has given a NoneType, where a Batch is expected": lambda _: train(batches=[None], steps=0),
@@ -125,13 +126,6 @@ MISTAKES = {
     "at least one": lambda _: ShardsLost([]),
 }
 refused(MISTAKES)
-
-
-@situation("an update that does not name its mesh: it is that of the state")
-def _(directory):
-    mesh = two_devices()
-    update = lambda *given: update_of(mesh)(*given)
-    train(Pipeline(state_of(mesh), update, window=2))
 
 
 # ---- the stream
@@ -286,7 +280,7 @@ def _(directory):
     for tables in kept[:2]:
         jax.tree.map(np.testing.assert_array_equal, tables.shards, pipeline.tables.shards)
         assert tables.step == 6
-    fit(pipeline.state, planned(SPEC, batches_of()), jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS))
+    fit(task_of(), pipeline.state, planned(SPEC, batches_of()))
 
 
 # ---- parts that fail
@@ -363,13 +357,14 @@ def _(directory):
 def _(directory):
     failing = [True]
 
-    def update(dense, rows, plans, batch):
-        if failing and len(batch.label) == 2 * size:
-            raise ZeroDivisionError  # in the planner: the batch is told once and dropped, as by `Serial`
-        return update_of()(dense, rows, plans, batch)
+    class Failing(jaxrec.Task):
+        def update(self, dense, rows, plans, batch):
+            if failing and len(batch.label) == 2 * size:
+                raise ZeroDivisionError  # in the planner: the batch is told once and dropped, as by `Serial`
+            return super().update(dense, rows, plans, batch)
 
     size = len(batches_of(1)[0].label)
-    pipeline = Pipeline(state_of(), update, window=2)
+    pipeline = Pipeline(Failing(SPEC, pair_loss, DENSE, ROWS), state_of(), window=2)
     stream = iter([*batches_of(3), *[grown(batch) for batch in batches_of(3)]])
     try:
         list(pipeline.run(stream))

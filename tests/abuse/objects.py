@@ -22,14 +22,13 @@ ROWS, DENSE = rowwise_adagrad(0.1), optax.adam(0.01)
 PARAMS = {"bias": np.zeros((), np.float32)}
 
 
-def state_of(home="host", rows=ROWS, dense=DENSE, spec=SPEC, mesh=None):
-    tables = HostTables.create(spec, rows) if home == "host" else DeviceTables.create(spec, rows, mesh)
-    return jaxrec.init_state(PARAMS, dense, tables, mesh)
-
-
 @functools.cache  # one compiled program for all situations that can share it
-def train_step(replicas=1, devices=1, rows=ROWS, dense=DENSE):
-    return jaxrec.make_train_step(SPEC, pair_loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
+def task_of(replicas=1, devices=1, rows=ROWS, dense=DENSE, spec=SPEC):
+    return jaxrec.Task(spec, pair_loss, dense, rows, jaxrec.make_mesh(replicas, jax.devices()[:devices]))
+
+
+def state_of(home="host", **task):
+    return task_of(**task).init(PARAMS, home)
 
 
 @functools.cache
@@ -38,7 +37,7 @@ def eval_step():
 
 
 def init(params, optimizer=DENSE):
-    return jaxrec.init_state(params, optimizer, HostTables.create(SPEC, ROWS))
+    return task_of(dense=optimizer).init(params, "host")
 
 
 def _halved(gradient, value, slots, step):
@@ -64,11 +63,11 @@ def unchanged(state):
         jax.tree.map(np.testing.assert_array_equal, before, copy_of(state))
 
 
-def train(batch=None, plan=None, state=None, step=None):
+def train(batch=None, plan=None, state=None, task=None):
     """Take one step, which must leave the state unchanged if it fails."""
     batch = pair_batch() if batch is None else batch
     with unchanged(state_of() if state is None else state) as state:
-        (step or train_step())(state, jaxrec.plan(SPEC, batch.ids) if plan is None else plan, batch)
+        (task or task_of()).step(state, batch, plan)
 
 
 # ---- invalid batches
@@ -93,7 +92,7 @@ refused(BATCHES)
 def _(directory):
     batch = pair_batch()
     wide = batch._replace(ids={"pair": batch.ids["pair"].astype(np.int64)})
-    states = [train_step()(state_of(), jaxrec.plan(SPEC, b.ids), b)[0] for b in (batch, wide)]
+    states = [task_of().step(state_of(), each)[0] for each in (batch, wide)]
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, states))
 
 
@@ -101,7 +100,9 @@ def _(directory):
 
 
 PLANS = {
-    r"plans are NoneType, but \{stack: Plan\}.*jaxrec.plan": lambda _: train_step()(state_of(), None, pair_batch()),
+    r"plans are Plan, but \{stack: Plan\}.*jaxrec.plan": lambda _: train(
+        plan=jaxrec.plan(SPEC, pair_batch().ids)["width_4"]
+    ),
     "is that of other ids: plan this very batch": lambda _: train(plan=jaxrec.plan(SPEC, pair_batch(seed=1).ids)),
     r"plan of 'width_4' is of ids .*\(4, 2\).*has .*\(8, 2\)": lambda _: train(
         plan=jaxrec.plan(SPEC, pair_batch(4).ids)
@@ -124,16 +125,15 @@ def _(directory):
 
 def _used_twice(home):
     state, batch = state_of(home), pair_batch()
-    plan = jaxrec.plan(SPEC, batch.ids)
-    train_step()(state, plan, batch)
-    train_step()(state, plan, batch)
+    task_of().step(state, batch)
+    task_of().step(state, batch)
 
 
 @situation("the old state given to fit", ValueError, "donated to an earlier step and is gone")
 def _(directory):
-    state, batch = state_of(), pair_batch()
-    train_step()(state, jaxrec.plan(SPEC, batch.ids), batch)
-    loop.fit(state, [], train_step())
+    state = state_of()
+    task_of().step(state, pair_batch())
+    loop.fit(task_of(), state, [])
 
 
 OTHERS = {
@@ -141,10 +141,10 @@ OTHERS = {
         SPEC, {"pair": [[1, 2], [3, 4]]}
     ),
     "optimizer state is .*wants .*ScaleByBeliefState": lambda _: train(
-        state=state_of(dense=optax.adam(0.1)), step=train_step(dense=optax.adabelief(0.1))
+        state=state_of(dense=optax.adam(0.1)), task=task_of(dense=optax.adabelief(0.1))
     ),
     r"pair is expected, got a Batch: iterate over planned\(spec": lambda _: loop.fit(
-        state_of(), [pair_batch()], train_step()
+        task_of(), state_of(), [pair_batch()]
     ),
     "have slots {'accumulator': 4} .*'accumulator': 1": lambda _: train(state=state_of("device", rows=adagrad(0.1))),
     "has dropped rows: .* in a shard of capacity 1": lambda _: train(
@@ -159,12 +159,9 @@ OTHERS = {
     r"opt_state\[0\].rng_key is a PRNG key, .* draw noise in the loss": lambda _: init(
         PARAMS, optax.chain(optax.add_noise(0.1, 0.5, 0), DENSE)
     ),
-    r"checked is no train step: a function of \(state, plans, batch\) is expected, as from make_train_step": lambda _: (
-        loop.Serial(state_of(), jaxrec.make_update(SPEC, pair_loss, DENSE, ROWS))
-    ),
-    "list is no train step": lambda _: loop.fit(state_of(), train_step(), []),  # swapped
+    "rows are in 'device', 'pinned' or 'host' memory, .* not 'gpu'": lambda _: state_of("gpu"),
     "label and dense of a batch are arrays": lambda _: train(pair_batch(label=None)),
-    r"row optimizer returned rows .*float16\[.*only values may change": lambda _: train(step=train_step(rows=HALF)),
+    r"row optimizer returned rows .*float16\[.*only values may change": lambda _: train(task=task_of(rows=HALF)),
     "is not a RowOptimizer": lambda directory: HostTables.create(SPEC, DENSE, directory / "tables"),
 }
 refused(OTHERS)
@@ -181,51 +178,43 @@ def _(directory):
 
 @situation("130 examples on 4 devices", ValueError, "[Ss]hard.*4.*130")
 def _(directory):
-    step, mesh = train_step(devices=4), jaxrec.make_mesh(devices=jax.devices()[:4])
-    train(pair_batch(130), state=state_of("device", mesh=mesh), step=step)
+    train(pair_batch(130), state=state_of("device", devices=4), task=task_of(devices=4))
 
 
 def _step_on_four(*states):
     """One step of each state on four devices, which must give the same."""
-    batch = pair_batch()
-    after = [train_step(devices=4)(state, jaxrec.plan(SPEC, batch.ids), batch)[0] for state in states]
+    after = [task_of(devices=4).step(state, pair_batch())[0] for state in states]
     jax.tree.map(np.testing.assert_array_equal, *map(copy_of, after))
 
 
-@situation("the mesh forgotten in init_state, device tables")
+@situation("a state of one device and device tables on four")
 def _(directory):
     four = jaxrec.make_mesh(devices=jax.devices()[:4])
     tables = DeviceTables.create(SPEC, ROWS, four)
-    _step_on_four(jaxrec.init_state(PARAMS, DENSE, tables), state_of("device", mesh=four))
+    _step_on_four(task_of().init(PARAMS, tables), state_of("device", devices=4))
 
 
-@situation("the mesh forgotten in init_state, host tables")
+@situation("a state of one device and host tables")
 def _(directory):
-    _step_on_four(state_of(), state_of(mesh=jaxrec.make_mesh(devices=jax.devices()[:4])))
+    _step_on_four(state_of(), state_of(devices=4))
 
 
 @situation("two replicas in the state, one in the step", ValueError, r"first axis of \[\(2,\)\], but .* 1 replicas")
 def _(directory):
-    state = state_of(mesh=jaxrec.make_mesh(2, jax.devices()[:2]))
-    train(state=state, step=train_step(devices=2))
+    train(state=state_of(replicas=2, devices=2), task=task_of(devices=2))
 
 
 MESHES = {
     "replica=1 must lie between 0 and 0": lambda _: jaxrec.make_eval_step(SPEC, pair_predict, replica=1),
-    r"the mesh has the axes \('batch',\), but one over": lambda _: jaxrec.init_state(
-        PARAMS, DENSE, HostTables.create(SPEC, ROWS), jax.make_mesh((2,), ("batch",))
+    r"the mesh has the axes \('batch',\), but one over": lambda _: jaxrec.Task(
+        SPEC, pair_loss, DENSE, ROWS, jax.make_mesh((2,), ("batch",))
     ),
     "4 shards cannot be split over 8 devices": lambda _: jaxrec.make_eval_step(
         SPEC, pair_predict, jaxrec.make_mesh(devices=jax.devices())
     ),
-    "does not match the sharding.*'data': 1": lambda _: train(
-        state=state_of("device", mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
-    ),
+    "does not match the sharding.*'data': 1": lambda _: train(state=state_of("device", devices=4)),
     "does not match the sharding.*'data': 4": lambda _: train(
-        state=jaxrec.init_state(
-            PARAMS, DENSE, DeviceTables.create(SPEC, ROWS), jaxrec.make_mesh(devices=jax.devices()[:4])
-        ),
-        step=train_step(devices=4),
+        state=task_of(devices=4).init(PARAMS, DeviceTables.create(SPEC, ROWS)), task=task_of(devices=4)
     ),
 }
 refused(MESHES)

@@ -16,15 +16,16 @@ import jaxrec
 from abuse import refused, situation
 from jaxrec.checkpoint import read_tables, restore_for_prediction, snapshot, write_image
 from jaxrec.data.criteo import prepare
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix, sgd
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, embedding_matrix
 
 SPEC = EmbeddingSpec({"user": Table(40, 4), "item": Table(9, 4)}, {"pair": Lookup(("user", "item"))}, shards=2)
 OTHER = EmbeddingSpec({"user": Table(40, 4), "item": Table(8, 4)}, SPEC.lookups, shards=2)
-PARAMS, DENSE, ROWS = {"bias": jnp.zeros(3)}, optax.adam(0.1), adagrad(0.1)
+PARAMS, ROWS = {"bias": jnp.zeros(3)}, adagrad(0.1)
+TASK = jaxrec.Task(SPEC, pair_loss, optax.adam(0.1), ROWS)
 
 
 def saved(directory, step=1):
-    state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
+    state = TASK.init(PARAMS, "host")
     state = state._replace(dense=state.dense._replace(step=jnp.asarray(step, jnp.int32)))
     write_image(directory / f"step_{step:08d}", snapshot(state, run="run"))
     return state
@@ -63,17 +64,16 @@ def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
 
 
-@situation("tables instead of their home", ValueError, "home=.* must be HostTables, DeviceTables or PinnedTables")
+@situation("tables instead of their place", ValueError, "'device', 'pinned' or 'host' memory, .* not HostTables")
 def _(directory):
-    restore_for_prediction(directory, SPEC, PARAMS, home=HostTables.create(SPEC, sgd(0.1)))
+    restore_for_prediction(directory, SPEC, PARAMS, place=HostTables.create(SPEC, ROWS))
 
 
 @situation("training goes on with a state for prediction", ValueError, "tables have slots|optimizer state is")
 def _(directory):
     saved(directory)
     state, _image = restore_for_prediction(directory, SPEC, PARAMS)
-    batch = pair_batch()
-    jaxrec.make_train_step(SPEC, pair_loss, DENSE, ROWS)(state, jaxrec.plan(SPEC, batch.ids), batch)
+    TASK.step(state, pair_batch())
 
 
 # ---- embeddings
@@ -388,7 +388,7 @@ def _(directory):
 @situation("an image among those of another run", ValueError, "of run other, and this is run run")
 def _(directory):
     def another(into):
-        state = jaxrec.init_state(PARAMS, DENSE, HostTables.create(SPEC, ROWS))
+        state = TASK.init(PARAMS, "host")
         write_image(into / "step_00000000", snapshot(state, run="other"))
 
     out_and_back(directory, prepare_into=another)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from fleets import Fleet, InProcess, remote
+from world import loss
 
 import jaxrec
 from abuse import refused, situation
@@ -180,6 +181,6 @@ def _(directory):
 
 @situation("entering a recovery while a server is lost", ShardsLost, r"shards \[0, 2\] are lost: server 0")
 def _(directory):
-    state = jaxrec.init_state({"w": np.ones(4, np.float32)}, optax.sgd(0.1), lost_one().tables)
-    with Serial(state, lambda state, plans, batch: (state, {})) as engine:
+    task = jaxrec.Task(SPEC, loss, optax.sgd(0.1), ROWS)
+    with Serial(task, task.init({"w": np.ones(4, np.float32)}, lost_one().tables)) as engine:
         engine.enter(Recovery(engine, directory, 2, 4))
