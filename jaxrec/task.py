@@ -64,7 +64,7 @@ class Task:
       seed: seed of a random loss, from 0 to 2**32 - 1; None for a loss without `rng`.
 
     Raises:
-      ValueError: the seed does not match the signature of the loss.
+      ValueError: the mesh is over other axes, or the seed does not match the signature of the loss.
 
     >>> import jax.numpy as jnp, numpy as np, optax
     >>> from jaxrec import Batch, EmbeddingSpec, Lookup, Table, sgd
@@ -91,6 +91,8 @@ class Task:
     seed: int | None = None
 
     def __post_init__(self):
+        if self.mesh is not None:
+            as_mesh(self.mesh)  # refuses one over other axes
         if self.seed is not None:
             object.__setattr__(self, "seed", checked_seed(self.seed))
         check_rng(self.loss, self.seed is not None)

@@ -159,7 +159,7 @@ OTHERS = {
     r"opt_state\[0\].rng_key is a PRNG key, .* draw noise in the loss": lambda _: init(
         PARAMS, optax.chain(optax.add_noise(0.1, 0.5, 0), DENSE)
     ),
-    "rows are in 'device', 'pinned' or 'host' memory, .* not 'gpu'": lambda _: state_of("gpu"),
+    "rows are in 'device', 'pinned' or 'host' memory, not 'gpu'": lambda _: state_of("gpu"),
     "label and dense of a batch are arrays": lambda _: train(pair_batch(label=None)),
     r"row optimizer returned rows .*float16\[.*only values may change": lambda _: train(task=task_of(rows=HALF)),
     "is not a RowOptimizer": lambda directory: HostTables.create(SPEC, DENSE, directory / "tables"),

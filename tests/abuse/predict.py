@@ -64,7 +64,7 @@ def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, replica=-1)
 
 
-@situation("tables instead of their place", ValueError, "'device', 'pinned' or 'host' memory, .* not HostTables")
+@situation("tables instead of their place", ValueError, "'device', 'pinned' or 'host' memory, not HostTables")
 def _(directory):
     restore_for_prediction(directory, SPEC, PARAMS, place=HostTables.create(SPEC, ROWS))
 
