@@ -163,8 +163,7 @@ class PlanPrefetcher:
         except ValueError:
             self.forget()
             raise
-        known = self._capacity or {}
-        self._capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
+        self._capacity = capacity_of(plans, self._capacity)
         return batch, plans
 
     def forget(self) -> None:

@@ -105,9 +105,10 @@ def bucket(rows: int) -> int:
     return max(8, -(-rows // step) * step)
 
 
-def capacity_of(plans: dict[str, Plan]) -> dict[str, int]:
-    """Return the capacities {stack: U} of plans."""
-    return {name: p.unique.shape[1] for name, p in plans.items()}
+def capacity_of(plans: dict[str, Plan], known: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Return the capacities {stack: U} of plans, or the known ones where they are larger."""
+    known = known or {}
+    return {name: max(p.unique.shape[1], known.get(name, 0)) for name, p in plans.items()}
 
 
 @jax.jit(static_argnums=(0, 2, 3))

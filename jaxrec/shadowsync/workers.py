@@ -62,8 +62,7 @@ class FreeStep:
         """Plan a batch, and grow `capacity` if needed."""
         plans = plan(self.spec, ids, self.capacity)
         with self._lock:
-            known = self.capacity or {}
-            self.capacity = {name: max(rows, known.get(name, 0)) for name, rows in capacity_of(plans).items()}
+            self.capacity = capacity_of(plans, self.capacity)
         return plans
 
 
