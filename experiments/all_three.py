@@ -68,17 +68,16 @@ class Side:
         job = job.on(mesh)
         state = job.state("host", config.seed)
         self.engine = opened.enter_context(make_engine(flags, job.task, state, {}, 1))
-        self.hooks = Techniques(flags, self.engine).hooks
+        Techniques(flags, self.engine)
         if flags.cpr != "none":
             saved = Path(opened.enter_context(tempfile.TemporaryDirectory()))
             every = saves_every(flags, self.engine, None, config.steps, lambda number: iter(()))
-            recovery = recovery_of(flags, self.engine, saved, config.steps, every, None, "all-three", lambda step: {})
-            self.hooks = [*self.hooks, self.engine.enter(recovery).hook]
+            self.engine.enter(recovery_of(flags, saved, config.steps, every, None, "all-three", lambda step: {}))
 
     def turn(self, skip: int, counted: int) -> float:
         """Steady-state seconds per batch of one run: `counted` batches after the first `skip`."""
         start = end = 0.0
-        for index, (_, metrics) in enumerate(self.engine.run(itertools.cycle(self.batches), self.hooks), 1):
+        for index, (_, metrics) in enumerate(self.engine.run(itertools.cycle(self.batches)), 1):
             if index in (skip, skip + counted):
                 jax.block_until_ready(metrics)
                 start, end = end, time.perf_counter()

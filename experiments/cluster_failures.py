@@ -12,7 +12,7 @@ All arms save at the same steps. Servers are killed by `os.kill(pid, 9)` when th
 seeded gamma law or taken from a trace (InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one
 machine**: network and disks of a cluster differ.
 
-`seconds_kill_to_next_step` is the median, over the kills of the partial arms, from the signal to the hook of the next
+`seconds_kill_to_next_step` is the median, over the kills of the partial arms, from the signal to the end of the next
 step. Its parts: noticing the death; starting the successor; restoring its shards; resuming, as batches in flight are
 gathered anew; with full recovery, repeating the lost steps. `saving` is the time for which saves blocked training or
 its writes. Time spent on comparing the rows of surviving servers before and after a recovery
@@ -54,7 +54,8 @@ from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.cpr import schedule
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import rowwise_adagrad
-from jaxrec.loop import evaluate, planned
+from jaxrec.loop import evaluate
+from jaxrec.prefetch import planned
 from jaxrec.shadowsync import easgd
 
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")

@@ -29,10 +29,9 @@ from studies.deaths import Late, Log, NotingPipeline, NotingSerial, digests
 from studies.server_kills import END_S, Killing, alive_after, killing, of_its_own
 from tqdm import tqdm
 
+from jaxrec.callbacks import every
 from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cpr import Recovery
-from jaxrec.loop import every, train
-from jaxrec.types import RolledBack
+from jaxrec.cpr import Recovery, RolledBack
 
 STEPS, EVERY, LOOK_EVERY, SERVERS = 48, 12, 8, 2
 # Upper limit of the random number of the message that a kill hits: about as many as each server gets in a run.
@@ -101,13 +100,14 @@ class Soak:
                 engine = NotingPipeline(job.job.task, state, window=trial.window)
             steps: list[int] = []
             with engine:
-                log = engine.enter(Log(engine))
+                log = engine.enter(Log())
                 engine.enter(servers)
-                recovery = engine.enter(job.recovery(engine, trial.arm, Path(directory)))
-                engine.enter(Late(engine))
+                recovery = engine.enter(job.recovery(trial.arm, Path(directory)))
+                engine.enter(Late())
+                engine.enter(lambda info: steps.append(info.step))
                 plans = [Killing(servers, verb, *rest) for verb, *rest in trial.deaths]
                 with killing(plans):
-                    to_the_end(engine, job.data.train, [recovery.hook, noting(steps)], recovery)
+                    to_the_end(engine, job.data.train, recovery)
                 found = digests(engine.state)
             processes = [number for number in servers.processes if number is not None]
         wrong = self._wrong(trial, log, steps, found)
@@ -126,7 +126,7 @@ class Soak:
         return wrong + ([] if same else [f"other bits than Serial with {log.losses}"])
 
 
-def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: Recovery) -> None:
+def to_the_end(engine: Any, stream: Callable, recovery: Recovery) -> None:
     """Train, read rows on the way and at the end, and save everything; again wherever full recovery rolls back."""
     seen: dict[str, Any] = {}
 
@@ -134,29 +134,19 @@ def to_the_end(engine: Any, stream: Callable, hooks: list[Callable], recovery: R
         tables.read(plans)
         return tables
 
-    def look(state, step, plans, metrics):
-        seen["plans"] = plans
-        engine.exclusive(functools.partial(rows, plans))
-        return state
+    def look(info):
+        seen["plans"] = info.plans
+        engine.exclusive(functools.partial(rows, info.plans))
 
+    engine.enter(every(LOOK_EVERY, look))
     while True:
         try:
-            train(engine, stream, [*hooks, every(LOOK_EVERY, look)])
+            engine.train(stream)
             engine.exclusive(functools.partial(rows, seen["plans"]))
             recovery.save_whole()
             return
         except RolledBack as back:
             back.go_back()
-
-
-def noting(steps: list[int]) -> Callable:
-    """Return a hook that records committed steps in `steps`."""
-
-    def hook(state, step, plans, metrics):
-        steps.append(step)
-        return state
-
-    return hook
 
 
 def main(config: Config) -> dict:

@@ -14,14 +14,14 @@ rounds, each into a fresh directory on a flushed disk:
     full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
     full_blocking        jaxrec: write_image(snapshot(...))
     rows                 jaxrec: RowCheckpointer of r V / S rows per shard, which MFU picks
-    recovery             jaxrec: the same rows, saved by the hook of `Recovery` every 16 steps of real training
+    recovery             jaxrec: the same rows, saved by `Recovery` every 16 steps of real training
 
 `*_stall_s` is how long a save blocks training: for `rows`, the copy of the rows; for `recovery`, all the work of its
-hook at a save (its thread picks rows during the four steps before). `*_save_s`: until everything is on disk;
+callback at a save (its thread picks rows during the four steps before). `*_save_s`: until everything is on disk;
 `*_flush_s`: time to flush what the system had not written yet. Restores read files just written, from the page cache: a
 full restore verifies and reads everything, a restore of one shard reads its files of the base and of the deltas over
 it. Orbax compresses, which saves a fifth of the bytes here (all slots are equal); jaxrec does not. Targets: one shard
-in at most 1/5 of a full restore, rows in at most 1/4 of the time of a full Orbax save, and the hook's stall at most 3 %
+in at most 1/5 of a full restore, rows in at most 1/4 of the time of a full Orbax save, and the stall at most 3 %
 of the fastest blocking save; docs/measured.md says which were met.
 """
 
@@ -57,7 +57,8 @@ from jaxrec.checkpoint import (
 from jaxrec.cpr import Recovery
 from jaxrec.cpr.priority import budget_rows, mfu, ssu
 from jaxrec.embedding import host_plan
-from jaxrec.loop import Serial, keep_memory
+from jaxrec.engine import Serial
+from jaxrec.loop import keep_memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +147,16 @@ class SaveWork:
             times.append(time.perf_counter() - start)
             return found
 
-        def watch(state, step, plans, metrics):
-            plans = {self.stack: self.uniform_plan()} if step % steps == 1 else plans
-            return recovery.hook(state, step, plans, metrics)
+        def fill_budget(info):
+            if info.step % steps == 1:
+                info.plans[self.stack] = self.uniform_plan()
 
         state = self.state._replace(dense=self.state.dense._replace(step=np.int32(0)))
         numbers = [number % len(self.batches) for number in range(1, total + 1)]
-        pairs = [(self.batches[at], {self.stack: self.plans[at]}) for at in numbers]
         timed: Any = types.SimpleNamespace(step=timed_step)
-        with Serial(timed, state) as engine:
-            recovery = Recovery(engine, path, steps / fraction, total, scheme=mfu(), fraction=fraction)
-            engine.enter(recovery)
-            for _ in engine.steps(pairs, [watch]):
-                pass
+        recovery = Recovery(path, steps / fraction, total, scheme=mfu(), fraction=fraction)
+        with Serial(timed, state, [fill_budget, recovery]) as engine:
+            engine.train(self.batches[at] for at in numbers)
             stall, saved = recovery.stall_seconds / recovery.saves, recovery.rows_saved / recovery.saves
         self.state = engine.state
         shutil.rmtree(path)

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 import tyro
 from main import subsets
@@ -52,7 +51,7 @@ from jaxrec.data.preparation import count_ids
 from jaxrec.data.tabular import Vocabulary, raw, schema_of
 from jaxrec.embedding import EmbeddingSpec
 from jaxrec.files import atomic_write, local_path
-from jaxrec.loop import planned
+from jaxrec.prefetch import planned
 from jaxrec.types import Batch, TrainState
 
 TENTHS, SYNTHETIC_EXAMPLES, MOST_UNKNOWN = 10, 50 * TEST_BATCH, 10
@@ -223,13 +222,15 @@ def predict(
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
             found = np.asarray(step(state, batch, plans))
-            batch = jax.tree.map(np.asarray, batch)  # on a GPU it was sent there
-            counts = batch.weight > 0
+            # On a GPU it was sent there.
+            clicked, weight = np.asarray(batch.label), np.asarray(batch.weight)
+            batch = batch._replace(ids={name: np.asarray(its) for name, its in batch.ids.items()}, weight=weight)
+            counts = weight > 0
             # Rows without labels get label 0: only the check for finite predictions matters.
-            total = metrics.merge(total, metrics.evaluate_batch(found, batch.label, batch.weight))
+            total = metrics.merge(total, metrics.evaluate_batch(found, clicked, weight))
             logits.append(found[counts])
-            labels.append(batch.label[counts].astype(np.uint8))
-            weights.append(batch.weight[counts])
+            labels.append(clicked[counts].astype(np.uint8))
+            weights.append(weight[counts])
             ids = {name: ids[name] + its for name, its in counted(job.spec, batch).items() if name in ids}
             kept.append(
                 {name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields, examples.table).items()}

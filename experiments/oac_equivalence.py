@@ -9,8 +9,8 @@ all losses must be bitwise equal. Stale rows are counted a second time, row by r
 written when each gather began. Then the mechanism is broken in five ways, each of which must be detected; write-backs
 are held back as long as admission allows, so that rows are stale for certain.
 
-A soak also injects random failures: in transfers, write-backs, streams, hooks, snapshots, and by Ctrl-C. Each run must
-raise the injected error, leave no thread, stand at the step that it reports, and either resume and reach the final
+A soak also injects random failures: in transfers, write-backs, streams, callbacks, snapshots, and by Ctrl-C. Each run
+must raise the injected error, leave no thread, stand at the step that it reports, and either resume and reach the final
 state of the plain loop bit for bit, or refuse to resume.
 """
 

@@ -37,10 +37,11 @@ from studies.oac_work import turn
 from studies.turns import in_turns
 from tqdm import tqdm
 
+from jaxrec.callbacks import StepInfo, every
 from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples, load_triples
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.embedding.tables import initial_rows
-from jaxrec.loop import every, keep_memory
+from jaxrec.loop import keep_memory
 from jaxrec.models.link_prediction import COMPLEX, DISTMULT, Model, filtered_ranks, make_loss, ranking_metrics
 from jaxrec.oac import Pipeline
 from jaxrec.task import Task
@@ -173,29 +174,28 @@ class LinkRecorder:
         self.losses: list = []
         self.seconds, self.since = 0.0, time.perf_counter()
 
-    def show(self, state, step, plans, step_metrics):
-        """Hook: advance the bar; reads the loss only every 20 steps, so that the device can run ahead."""
+    def show(self, info: StepInfo) -> None:
+        """Advance the bar after a step; reads the loss only every 20 steps, so that the device can run ahead."""
         self.bar.update(self.job.batches.batch_size)
-        self.losses.append(step_metrics["loss"])
-        if step % 20 == 0:
+        self.losses.append(info.metrics["loss"])
+        if info.step % 20 == 0:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.3f}", refresh=False)
-        return state
 
-    def rank(self, state, step, plans, step_metrics):
-        """Hook: rank validation triples; not counted as training time."""
-        jax.block_until_ready(step_metrics)
+    def rank(self, info: StepInfo) -> None:
+        """Rank validation triples after an epoch; not counted as training time."""
+        jax.block_until_ready(info.metrics)
         self.pipeline.drain()
         self.seconds += time.perf_counter() - self.since
-        epoch = step // self.job.batches.batches_per_epoch
+        epoch = info.step // self.job.batches.batches_per_epoch
         row = {
             "mode": self.mode,
             "epoch": epoch,
-            "step": step,
+            "step": info.step,
             "examples": epoch * self.examples,
             "train_seconds": self.seconds,
         }
         row |= {"train_loss": float(np.mean(jax.device_get(self.losses)))}
-        row |= {f"valid_{key}": value for key, value in self.ranker(state, self.valid).items()}
+        row |= {f"valid_{key}": value for key, value in self.ranker(info.state, self.valid).items()}
         self.history.append(row)
         self.run.log(row)
         tqdm.write(
@@ -204,7 +204,6 @@ class LinkRecorder:
         )
         sys.stdout.flush()
         self.losses, self.since = [], time.perf_counter()
-        return state
 
 
 def rates(config: Config, triples: Triples) -> dict:
@@ -234,9 +233,9 @@ def train_mode(config: Config, triples: Triples, run: Run, mode: Mode) -> tuple[
     ranker = Ranker(job, triples)
     with Pipeline(job.task, job.state, mode=mode, window=window_of(config, mode)) as pipeline:
         recorder = LinkRecorder(run, config, job, ranker, mode, pipeline)
-        hooks = [recorder.show, every(job.batches.batches_per_epoch, recorder.rank)]
-        for _ in pipeline.run(job.batches.stream(0, job.steps), hooks):
-            pass
+        pipeline.enter(recorder.show)
+        pipeline.enter(every(job.batches.batches_per_epoch, recorder.rank))
+        pipeline.train(job.batches.stream(0, job.steps))
     recorder.bar.close()
     last = recorder.history[-1]
     results: dict = {f"test_{key}": value for key, value in ranker(pipeline.state, triples.test).items()}

@@ -42,9 +42,10 @@ from studies.reference import ratio
 from studies.turns import in_turns
 from tqdm import tqdm
 
+from jaxrec.callbacks import every
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.loop import evaluate, every, keep_memory
+from jaxrec.loop import evaluate, keep_memory
 from jaxrec.models.dlrm import DLRM
 from jaxrec.oac import Pipeline
 from jaxrec.oac.options import nbytes
@@ -151,14 +152,14 @@ class SkewJob:
         test = [(batch, plan(self.spec, batch.ids)) for batch in clicks.stream(2048, batches=10, test=True)]
         rows: list[dict] = []
 
-        def measure(state, step, plans, metrics):
+        def measure(info):
             pipeline.drain()
-            rows.append({"step": step, "test_auc": evaluate(state, test, self.eval_step)["auc"]})
-            return state
+            rows.append({"step": info.step, "test_auc": evaluate(info.state, test, self.eval_step)["auc"]})
 
         with self.pipeline(arm, seed, link if arm.mode == "async" else None) as pipeline:
             batches = clicks.stream(self.config.batch_size, batches=MOST * self.steps)
-            for _ in pipeline.run(batches, [every(self.every_steps, measure)]):
+            pipeline.enter(every(self.every_steps, measure))
+            for _ in pipeline.run(batches):
                 if pipeline.step >= self.steps and (target is None or rows[-1]["test_auc"] >= target):
                     break
         return rows

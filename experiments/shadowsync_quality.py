@@ -58,7 +58,8 @@ from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import DeviceTables, rowwise_adagrad
-from jaxrec.loop import evaluate, keep_memory, planned
+from jaxrec.loop import evaluate, keep_memory
+from jaxrec.prefetch import planned
 from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.types import Batch, TrainState
 

@@ -49,9 +49,11 @@ from main.techniques import (
     saves_every,
 )
 
+from jaxrec.callbacks import StepInfo
 from jaxrec.checkpoint import Checkpointer
-from jaxrec.loop import keep_memory, train
-from jaxrec.types import RolledBack, TrainState
+from jaxrec.cpr import RolledBack
+from jaxrec.loop import keep_memory
+from jaxrec.types import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,26 +111,30 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict
     state, image, past = resumed(run, initial, data.vocabulary_digest)
     stretch = max(1, min(100, data.steps // config.evaluations))
     with make_engine(config, job.task, state, past.extra, stretch) as engine, asked.held():
-        techniques = Techniques(config, engine)
         recorder = Recorder(
             run, data, job.spec, job.eval_step(), engine.step, past, asked, config.evaluations, config.group
         )
+        engine.enter(recorder.show)
+        techniques = Techniques(config, engine)
         lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
         home.watch(engine)
         extra = lambda step: recorder.extra(step) | {"techniques": techniques.extra()}
-        first = lambda number: engine.run(itertools.islice(data.train(0), number), [recorder.show, *techniques.hooks])
+        first = lambda number: engine.run(itertools.islice(data.train(0), number))
         saves = enter_saves(config, engine, run, home, data.steps, image, past, extra, first)
         if lost_before:
             saves.count_failed(lost_before)
         recorder.figures = lambda state, step_metrics: techniques.figures(state, step_metrics) | saves.figures()
         best = Best(run, f"{recorder.watched}_{config.monitored}", extra) if config.monitored else None
-        evaluate_hook, stop_hook = hooks_of(config, engine, recorder, saves, best, asked)
+        look, stop = last_callbacks(config, engine, recorder, saves, best, asked)
+        engine.enter(look)
+        engine.enter(stop)
         while True:
             try:
                 with contextlib.suppress(Over):
                     # An evaluation due at this step that a stop or a kill has prevented.
-                    stop_hook(evaluate_hook(engine.state, engine.step, None, None), engine.step, None, None)
-                    train(engine, data.train, [recorder.show, *techniques.hooks, saves.hook, evaluate_hook, stop_hook])
+                    for callback in (look, stop):
+                        callback(StepInfo(engine.state, engine.step, {}, {}))
+                    engine.train(data.train)
                 unsaved = saves.last(engine.state)
                 with contextlib.suppress(Stopped):
                     asked.check()
@@ -164,34 +170,33 @@ def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image,
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
-        snapshot = None if config.free else engine.snapshot_at  # free-running trainers are at rest in a hook
-        return PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving"), snapshot=snapshot)
+        snapshot = None if config.free else engine.snapshot_at  # free-running trainers are at rest in a callback
+        past_saves = past.extra.get("saving")
+        return engine.enter(PeriodicSaves(checkpointer, config.save_every_steps, extra, past_saves, snapshot=snapshot))
     every = saves_every(config, engine, run, steps, first_steps)
-    recovery = engine.enter(recovery_of(config, engine, directory, steps, every, image, run.id, extra, home.copy))
+    recovery = engine.enter(recovery_of(config, directory, steps, every, image, run.id, extra, home.copy))
     if image is None:
         recovery.save_whole()  # so that the run can resume from its first step
     return RecoverySaves(recovery)
 
 
-def hooks_of(config: Config, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
-    """Return the last two hooks: one evaluates the state at rest, the other ends training between two steps."""
+def last_callbacks(config: Config, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
+    """Return the last two callbacks: one evaluates the state at rest, the other ends training between two steps."""
 
-    def look(state, step, plans, step_metrics):
+    def look(info: StepInfo) -> None:
         def at_rest(tables):
-            rested = state._replace(tables=tables)
+            rested = info.state._replace(tables=tables)
             saves.ensure_image(rested)
-            recorder.look(rested, step, step_metrics, best)
+            recorder.look(rested, info.step, info.metrics, best)
             return tables
 
-        if recorder.due(step) and not asked:
+        if recorder.due(info.step) and not asked:
             engine.exclusive(at_rest)
-        return state
 
-    def stop(state, step, plans, step_metrics):
+    def stop(info: StepInfo) -> None:
         patience = config.patience
         if asked or (best is not None and patience and best.evaluations_since(recorder.history) >= patience):
             raise Over
-        return state
 
     return look, stop
 

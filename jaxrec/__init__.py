@@ -7,9 +7,9 @@ A training step is plan -> read -> update -> put:
     dense, rows, metrics = update(...)    pure: loss, gradients, optax, and a row optimizer
     tables = tables.put(plans, rows)      store the updated rows
 
-`Task.step` is all four; the docstring of `Task` trains a whole model. `Serial` and `train` run it over batches with
-hooks, `fit` folds it over planned batches, and `evaluate` computes AUC and log loss. Three techniques build on it, each
-usable alone or with the others; `help` of each package says what to read first:
+`Task.step` is all four; the docstring of `Task` trains a whole model. The engine `Serial` trains it over batches and
+calls a `Callback` after each step, and `evaluate` computes AUC and log loss. Three techniques build on it, each usable
+alone or with the others; `help` of each package says what to read first:
 
     jaxrec.oac          overlap batches over `HostTables`, with the results of serial training: `Pipeline`
     jaxrec.shadowsync   average replicas of the dense network in the background: `SyncGroup`
@@ -21,6 +21,7 @@ usable alone or with the others; `help` of each package says what to read first:
 8
 """
 
+from jaxrec.callbacks import Callback, StepInfo, every
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import (
     DeviceTables,
@@ -36,11 +37,12 @@ from jaxrec.embedding import (
     rowwise_adagrad,
     sgd,
 )
-from jaxrec.engine import Engine
-from jaxrec.loop import Serial, evaluate, every, fit, planned, train
+from jaxrec.engine import Engine, Serial
+from jaxrec.loop import evaluate
 from jaxrec.models import DLRM, DCNv2
+from jaxrec.prefetch import planned
 from jaxrec.sharding import make_mesh, to_device
-from jaxrec.step import make_eval_step, run_hooks, update
+from jaxrec.step import make_eval_step, update
 from jaxrec.table_use import BrokenEngine
 from jaxrec.task import Task, check_step
 from jaxrec.types import Batch, DenseState, Plan, RowOptimizer, Rows, Slot, TrainState
@@ -51,8 +53,8 @@ avoid_faults()
 __version__ = "0.1.0"
 
 __all__ = [
-    "DLRM", "Batch", "BrokenEngine", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine", "HostTables",
-    "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "SyntheticClicks", "Table", "Tables",
-    "Task", "TrainState", "activations", "adagrad", "check_step", "evaluate", "every", "fit", "make_eval_step",
-    "make_mesh", "plan", "planned", "rowwise_adagrad", "run_hooks", "sgd", "to_device", "train", "update",
+    "DLRM", "Batch", "BrokenEngine", "Callback", "DCNv2", "DenseState", "DeviceTables", "EmbeddingSpec", "Engine",
+    "HostTables", "Lookup", "PinnedTables", "Plan", "RowOptimizer", "Rows", "Serial", "Slot", "StepInfo",
+    "SyntheticClicks", "Table", "Tables", "Task", "TrainState", "activations", "adagrad", "check_step", "evaluate",
+    "every", "make_eval_step", "make_mesh", "plan", "planned", "rowwise_adagrad", "sgd", "to_device", "update",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Engines, which train a state over a stream of batches: the base class and the serial engine.
 
-`Engine` is the interface that hooks and techniques use, with what all engines share: one run at a time, the `with`
-block and its watchers (context managers such as `cpr.Recovery`). `SnapshotSchedule` holds the snapshots, the steps at
+`Engine` is the interface that techniques use, with what all engines share: one run at a time, the `with` block and its
+callbacks. `SnapshotSchedule` holds the snapshots, the steps at
 which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline` overlaps several, with
 bitwise the same results.
 
@@ -12,18 +12,17 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, Self, TypeVar
 
 import jax
 import numpy as np
 
+from jaxrec.callbacks import AfterStep, Callback, CallbackList, RolledBack, StepInfo
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import check_shard
 from jaxrec.interrupts import raise_deferred, uninterrupted
-from jaxrec.prefetch import PlanPrefetcher, Stream, in_pairs, on_one_gpu
+from jaxrec.prefetch import PlanPrefetcher, Stream, on_one_gpu
 from jaxrec.sharding import mesh_of
-from jaxrec.step import run_hooks
 from jaxrec.table_use import BrokenEngine, TableUse
 from jaxrec.task import Task
 from jaxrec.types import Batch, ShardsLost, TrainState
@@ -144,20 +143,25 @@ class RecoveryCounter:
             raise ShardsLost(shards, f"again, after {MAX_RECOVERIES} recoveries at {place}: {REMEDY}")
 
 
-Entered = TypeVar("Entered")
+Entered = TypeVar("Entered", bound=Callback | AfterStep)
 
 
 class Engine:
     """Base class of engines: `Serial`; `oac.Pipeline`, with bitwise the same results; `shadowsync.FreeTrainers`.
 
-    The order at each step is: commit, hooks, recovery of shards that the row storage has lost, the snapshot of the step
-    if one is announced, and recovery of shards that hooks have marked with `lose`. A committed step keeps its snapshot
-    even if one of its hooks fails. An engine is a context manager: leaving it ends the run, waits for its snapshots,
-    and then leaves the watchers. Leaving a run never waits for the stream.
+    The order at each step is: commit, `after_step` of the callbacks, recovery of shards that the row storage has lost,
+    the snapshot of the step if one is announced, and recovery of shards that callbacks have marked with `lose`. A
+    committed step keeps its snapshot even if one of its callbacks fails. An engine is a context manager: entering it
+    begins its callbacks; leaving it ends the run, waits for its snapshots, and then ends the callbacks. Leaving a run
+    never waits for the stream.
 
-    However a run ends, the state is that of the last committed step, with the changes of the hooks that completed;
+    However a run ends, the state is that of the last committed step, with the changes of the callbacks that completed;
     Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator or `Loader` starts with the batches that
     were taken but not trained.
+
+    Args:
+      callbacks: `Callback` objects, or functions (StepInfo) -> state or None, which are called after every step; in
+        this order.
 
     Attributes:
       step: number of committed steps.
@@ -168,19 +172,18 @@ class Engine:
     step: int
     _state: TrainState
 
-    def __init__(self):
+    def __init__(self, callbacks: Iterable[Callback | AfterStep] = ()):
+        self._callbacks = CallbackList(callbacks)
         # Weak, so that dropping the iterator of a run ends the run.
         self._generator: Callable = lambda: None
         self._unraised: list[BaseException] = []  # failures of a run that were not raised yet
         self._stream = Stream(iter(()))  # of the last run
         self._snapshots, self._losses = SnapshotSchedule(), Losses()
-        self._in_hook = False
-        self._marked_lost = set[int]()  # marked by a hook with `lose`, to be recovered after the snapshot
+        self._in_callback = False
+        self._marked_lost = set[int]()  # marked by a callback with `lose`, to be recovered after the snapshot
         self._tries = RecoveryCounter()
-        self._watchers: list[Any] = []  # in order of `enter`
-        self._entered = contextlib.ExitStack()  # leaves the watchers
         self._within = 0  # depth of callers that will raise failures of the run: `with` blocks, `close`
-        self._recovering = False
+        self._recovering = self._going_back = False
 
     @property
     def tables(self) -> Tables:
@@ -189,25 +192,37 @@ class Engine:
 
     @property
     def state(self) -> TrainState:
-        """The state between two steps; hooks may not read it, as they get the state as an argument."""
-        if self._in_hook:
-            raise ValueError("engine.state was read in a hook: use the state passed to it; this may be older.")
+        """The state between two steps; `after_step` may not read it, as it gets the state as an argument."""
+        if self._in_callback:
+            raise ValueError("engine.state was read in `after_step`: use info.state; this may be older.")
         return self._state
+
+    @property
+    def callbacks(self) -> tuple[Callback | AfterStep, ...]:
+        """The callbacks at work, in order."""
+        return tuple(self._callbacks.at_work)
 
     @property
     def running(self) -> bool:
         """Whether a run has begun and not ended."""
         generator = self._generator()
-        return generator is not None and generator.gi_frame is not None
+        return generator is not None and generator.gi_frame is not None and not self._going_back
+
+    def train(self, batches: Iterable[Batch] | Callable[[int], Iterable[Batch]]) -> TrainState:
+        """Train on all batches, see `run`; return the state after the last one."""
+        for _ in self.run(batches):
+            pass
+        return self.state
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+        self, batches: Iterable[Batch] | Callable[[int], Iterable[Batch]]
     ) -> Generator[tuple[TrainState, dict], None, None]:
-        """Train on all batches.
+        """Train on all batches, and yield after each.
 
         Args:
-          batches: iterable of Batch, all of one size; taken, copied and planned ahead of the steps.
-          hooks: (state, step, plans, metrics) -> state, called in order after every step.
+          batches: iterable of Batch, all of one size, which are taken, copied and planned ahead of the steps; or a
+            function of the number of committed steps that returns the batches from there on, which is called again when
+            a recovery goes back to an earlier step.
 
         Yields:
           (TrainState, metrics) after every batch; the state is donated to the next step.
@@ -215,15 +230,42 @@ class Engine:
         Raises:
           FloatingPointError: a loss is not finite; the error gives the step. Losses are checked every 100 steps,
             before a snapshot, which is not taken then, and when a run ends.
-          ShardsLost: shards were lost, and no watcher can recover them.
-          ValueError: another run is active; as the step.
+          ShardsLost: shards were lost, and no callback can recover them.
+          ValueError: another run is active; callbacks have not begun; as the step.
         """
-        self._refuse_run()
-        return self._hold(self._over(self._stream_of(batches), tuple(hooks)))
-
-    def _refuse_run(self) -> None:
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
+        if not self._callbacks.have_begun:
+            raise ValueError("run it within `with engine:`, which begins and ends its callbacks.")
+        if not callable(batches) and any(each.goes_back for each in self._callbacks.objects):
+            raise ValueError(
+                "a recovery may go back to an earlier step, which an iterator cannot: give a function from the number "
+                "of committed steps to the batches from there on."
+            )
+        self._refuse()
+        stream = self._stream_of(batches(self.step) if callable(batches) else batches)
+        generator = self._runs(stream, batches)
+        self._generator = weakref.ref(generator)
+        return generator
+
+    def _refuse(self) -> None:
+        """Raise if the engine cannot go on from its state."""
+
+    def _runs(self, stream, batches):
+        while True:
+            try:
+                yield from self._over(stream)
+                return
+            except RolledBack as back:
+                if not callable(batches):
+                    raise
+                # Only here has the run ended, so that the state of the engine may be replaced.
+                self._going_back = True
+                try:
+                    back.go_back()
+                finally:
+                    self._going_back = False
+            stream = self._stream_of(batches(self.step))
 
     def _stream_of(self, batches: Iterable[Batch]) -> Stream:
         """Return the stream of an iterable: the one of the last run if its iterator is the same."""
@@ -237,36 +279,35 @@ class Engine:
             )
         return self._stream
 
-    def _over(self, stream: Stream, hooks: tuple[Callable, ...]) -> Generator:
+    def _over(self, stream: Stream) -> Generator:
         """Train on all batches of a stream; yield as `run`."""
         raise NotImplementedError
 
-    def _hold(self, generator: Generator) -> Generator:
-        self._generator = weakref.ref(generator)
-        return generator
-
-    def _run_hooks(self, hooks: tuple[Callable, ...], plans: Any, metrics: dict) -> None:
-        for hook in hooks:
-            given, self._in_hook = self._state, True
+    def _after_step(self, plans: Any, metrics: dict) -> None:
+        """Call the callbacks after a step; the state is that of each that has completed."""
+        for each in self.callbacks:
+            given, self._in_callback = self._state, True
             try:
-                found = run_hooks((hook,), given, self.step, plans, metrics)
+                info = StepInfo(given, self.step, plans, metrics)
+                found = each.after_step(info) if isinstance(each, Callback) else each(info)
             finally:
-                self._in_hook = False
-            # After each hook: the next one may raise, and this one may have donated the earlier state.
-            self._take_from_hook(given, found)
+                self._in_callback = False
+            # After each: the next one may raise, and this one may have donated the earlier state.
+            if found is not None:
+                self._take_from_callback(given, found)
 
-    def _take_from_hook(self, given: TrainState, found: TrainState) -> None:
-        # If `exclusive` in the hook has replaced the tables, those passed to the hook may be donated.
+    def _take_from_callback(self, given: TrainState, found: TrainState) -> None:
+        # If `exclusive` in the callback has replaced the tables, those passed to it may be donated.
         self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
 
     def exclusive(self, change: Callable[[Any], Any]) -> None:
-        """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a hook."""
+        """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a callback."""
         raise NotImplementedError
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, between two runs, at the step of its dense half.
 
-        Watchers that have `restarted(state)` are notified before, and may refuse by raising.
+        Callbacks are notified before, by `restarted`, and may refuse by raising.
 
         Raises:
           ValueError: a run is active, the state was donated, or its tables have another spec.
@@ -281,15 +322,15 @@ class Engine:
             raise ValueError("reset to tables of another spec: make a new engine for them.")
 
     def _notify_restarted(self, state: TrainState) -> None:
-        """Notify watchers of the state that the engine will continue from; if one raises, it is not reset."""
-        for watcher in self._watchers:
-            getattr(watcher, "restarted", lambda state: None)(state)
+        """Notify callbacks of the state that the engine will continue from; if one raises, it is not reset."""
+        for callback in self._callbacks.objects:
+            callback.restarted(state)
 
     def lose(self, shards: Iterable[int]) -> None:
-        """Mark shards as lost, in a hook; watchers that have `recover` restore them after the step and its snapshot.
+        """Mark shards as lost, in `after_step`; callbacks `recover` them after the step and its snapshot.
 
-        For a hook that emulates a failure. If the row storage has really lost shards, it raises `ShardsLost`, and the
-        same recovery happens at the step committed when the loss is noticed.
+        For a callback that emulates a failure. If the row storage has really lost shards, it raises `ShardsLost`, and
+        the same recovery happens at the step committed when the loss is noticed.
 
         Raises:
           ValueError: there is no such shard, or no run is active.
@@ -298,7 +339,7 @@ class Engine:
         for shard in wanted:
             check_shard(self.tables.spec, shard)
         if not self.running:
-            raise ValueError("nothing runs: `lose` is for a hook. Change the tables in `exclusive`.")
+            raise ValueError("nothing runs: `lose` is for a callback. Change the tables in `exclusive`.")
         self._marked_lost |= wanted
 
     def _pop_unraised(self) -> list[BaseException]:
@@ -328,7 +369,7 @@ class Engine:
     def _refuse_within_step(self):
         generator = self._generator()
         if generator is not None and generator.gi_running:
-            raise ValueError("close within a step: raise in the hook to end the run, or leave the loop over it.")
+            raise ValueError("close within a step: raise in the callback to end the run, or leave the loop over it.")
 
     def _close_within(self, error):
         try:
@@ -356,54 +397,51 @@ class Engine:
         Raises:
           ValueError: the step is committed, or has a snapshot already.
         """
+        self._refuse()
         self._snapshots.announce(step, self.step, save, unreached)
 
     def cancel_snapshot(self, step: int) -> None:
         """Cancel the snapshot of a step; does nothing if there is none or it was taken."""
         self._snapshots.remove(step)
 
-    def enter(self, watcher: AbstractContextManager[Entered]) -> Entered:
-        """Enter a context manager, which is left when the `with` block of this engine ends.
-
-            with engine:
-                recovery = engine.enter(Recovery(engine, ...))
-
-        Watchers are left after the run is closed and its snapshots are saved, the last one first. If a watcher has
-        `recover(shards)`, that is called when shards are lost: see `lose`.
+    def enter(self, callback: Entered) -> Entered:
+        """Begin a further callback, as the last one; for one that needs the engine to be made.
 
         Args:
-          watcher: context manager; its `__exit__` gets the error that ends the block, if any.
+          callback: Callback, or a function (StepInfo) -> state or None; it is at work until the `with` block ends.
 
         Returns:
-          The result of its `__enter__`.
+          The callback.
 
         Raises:
           ValueError: called outside the `with` block.
         """
         if not self._within:
-            raise ValueError("enter a watcher within `with engine:`, whose end will leave it.")
-        entered = self._entered.enter_context(watcher)
-        self._watchers.append(watcher if hasattr(watcher, "recover") else entered)
-        return entered
+            raise ValueError("enter a callback within `with engine:`, whose end will end it.")
+        self._callbacks.begin(callback, self)
+        return callback
 
     def __enter__(self) -> Self:
         self._within += 1
+        if self._within == 1:
+            try:
+                self._callbacks.begin_all(self)
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._within -= 1
-        entered = contextlib.ExitStack()
-        if not self._within:
-            entered, self._watchers = self._entered.pop_all(), []
+        ends = contextlib.ExitStack() if self._within else self._callbacks.dismiss()
         try:
             self._close_within(error)
         except BaseException as failure:
-            # Watchers are left last, as a snapshot may be saving for them until the run is closed. They get the error
+            # Callbacks are ended last, as a snapshot may be saving for them until the run is closed. They get the error
             # that ends the block.
-            if not entered.__exit__(type(failure), failure, failure.__traceback__):
-                raise
-            return False
-        return bool(entered.__exit__(kind, error, trace))
+            ends.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        ends.__exit__(kind, error, trace)
 
     def _change_exclusively(self, change: Callable) -> Any:
         """Return change(tables), calling it again after recovery if it raises ShardsLost."""
@@ -418,49 +456,49 @@ class Engine:
         raise NotImplementedError
 
     def _recover_during_change(self, shards: Collection[int]) -> None:
-        """Have watchers recover lost shards that a change of the tables has met."""
+        """Have callbacks recover lost shards that a change of the tables has met."""
         raise NotImplementedError
 
     def _try_change(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
-        """Return (change(tables), ()), or (None, lost shards) if it meets lost shards that a watcher can recover."""
+        """Return (change(tables), ()), or (None, lost shards) if it meets lost shards that a callback can recover."""
         try:
             return change(tables), ()
         except ShardsLost as lost:
             # A loss during a recovery is handled by the caller of the recovery.
-            if self._recovering or not any(hasattr(watcher, "recover") for watcher in self._watchers):
+            if self._recovering or not self._callbacks.that_recover:
                 raise
             return None, lost.shards
 
-    def _run_recovery(self, watchers: Iterable[Any], shards: Iterable[int]) -> None:
-        """Call `recover` of watchers in order."""
+    def _run_recovery(self, callbacks: Iterable[Callback], shards: Iterable[int]) -> None:
+        """Call `recover` of callbacks in order."""
         before, self._recovering = self._recovering, True
         try:
-            for watcher in watchers:
-                watcher.recover(tuple(sorted(shards)))
+            for callback in callbacks:
+                callback.recover(tuple(sorted(shards)))
         finally:
             self._recovering = before
 
-    def _recovering_watchers(self, shards: Iterable[int]) -> list[Any]:
-        """Return the watchers that have `recover`, at least one, and count the recovery."""
-        watchers = [watcher for watcher in self._watchers if hasattr(watcher, "recover")]
-        if not watchers:
-            raise ShardsLost(shards, f"no watcher restores them: engine.enter(Recovery(...)) first; now {REMEDY}")
+    def _recovering_callbacks(self, shards: Iterable[int]) -> list[Callback]:
+        """Return the callbacks that recover, at least one, and count the recovery."""
+        callbacks = self._callbacks.that_recover
+        if not callbacks:
+            raise ShardsLost(shards, f"no callback restores them: give callbacks=[Recovery(...)]; now {REMEDY}")
         # Counted per step: storage that loses restored shards again and again would loop forever.
         self._tries.count(f"step {self.step}", shards)
-        return watchers
+        return callbacks
 
-    def replace_lost(self, shards: Iterable[int], but: Any) -> None:
-        """Have the watchers entered before `but` recover shards that were lost while `but` restores all rows.
+    def replace_lost(self, shards: Iterable[int], but: Callback) -> None:
+        """Have the callbacks before `but` recover shards that were lost while `but` restores all rows.
 
-        Call it between two runs. `but` and later watchers are not called; if there is none before, or shards are lost
+        Call it between two runs. `but` and later callbacks are not called; if there is none before, or shards are lost
         too often at this step, ShardsLost is raised.
         """
-        watchers = self._recovering_watchers(shards)
-        before = watchers[: watchers.index(but)] if but in watchers else watchers
+        callbacks = self._recovering_callbacks(shards)
+        before = callbacks[: callbacks.index(but)]
         if not before:
-            raise ShardsLost(shards, "while all were restored: engine.enter(...) what replaces them first")
-        for watcher in before:
-            watcher.recover(tuple(sorted(shards)))
+            raise ShardsLost(shards, "while all were restored: list what replaces them before the recovery")
+        for callback in before:
+            callback.recover(tuple(sorted(shards)))
 
 
 class Serial(Engine):
@@ -470,12 +508,12 @@ class Serial(Engine):
     batches of JAX arrays on their devices. Results are equal.
 
         with Serial(task, task.init(params)) as engine:
-            for state, metrics in engine.run(batches, hooks=[...]): ...
-        state = engine.state
+            state = engine.train(batches)  # or: for state, metrics in engine.run(batches): ...
 
     Args:
       task: Task, or anything else with its `step`.
       state: TrainState; it is donated.
+      callbacks: see `Engine`.
       capacity: initial {stack: U} of the plans: `capacity_of` the last plans, to resume a run bitwise.
 
     >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
@@ -490,8 +528,11 @@ class Serial(Engine):
     (5, True)
     """
 
-    def __init__(self, task: Task, state: TrainState, capacity: Mapping[str, int] | None = None):
-        super().__init__()
+    def __init__(
+        self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *,
+        capacity: Mapping[str, int] | None = None,
+    ):  # fmt: skip
+        super().__init__(callbacks)
         check_not_donated(state)
         self._state, self._task, self._capacity = state, task, capacity
         self._alone = False
@@ -503,68 +544,47 @@ class Serial(Engine):
     @property
     def state(self) -> TrainState:
         """See `Engine`; raises BrokenEngine after a step that has lost rows."""
-        self._refuse_broken()
+        self._refuse()
         return super().state
 
-    def snapshot_at(
-        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
-    ) -> None:
-        """See `Engine`; raises BrokenEngine after a step that has lost rows."""
-        self._refuse_broken()
-        super().snapshot_at(step, save, unreached)
-
-    def _refuse_run(self):
-        super()._refuse_run()
-        self._refuse_broken()
-
-    def _refuse_broken(self):
+    def _refuse(self):
         if self._broken is not None:
             dense_step = None if donated(self._state) else self.step
             unknown: list[int | None] = [None] * self.tables.spec.shards
             steps = self._use.table_steps() if self._use else unknown
             raise BrokenEngine(dense_step, steps, self._broken) from self._broken
 
-    def steps(
-        self, pairs: Iterable[tuple], hooks: Sequence[Callable] = ()
-    ) -> Generator[tuple[TrainState, dict], None, None]:
-        """As `run`, over (Batch, {stack: Plan}) pairs that are planned already."""
-        self._refuse_run()
-        return self._hold(self._over_pairs(in_pairs(pairs), tuple(hooks)))
-
-    def _over(self, stream, hooks):
+    def _over(self, stream):
         # Rows that the host moves are planned there.
         sends = self.tables.traced is not None and on_one_gpu(mesh_of(self._state.dense))
-        with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
-            yield from self._over_pairs(ahead, hooks, ahead.forget)
-
-    def _over_pairs(self, pairs, hooks, forget=lambda: None):
         self._use = TableUse(self.tables) if getattr(self.tables, "in_place", False) else None
-        with self._use.a_run() if self._use else contextlib.nullcontext():
-            yield from self._train_all(pairs, hooks, forget)
+        with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
+            with self._use.a_run() if self._use else contextlib.nullcontext():
+                yield from self._train_all(ahead)
 
-    def _train_all(self, pairs, hooks, forget):
+    def _train_all(self, ahead):
         try:
             self._finish_step()  # completes the last step of the previous run
-            for batch, plans in pairs:
-                metrics = self._train(plans, batch, hooks, forget)
+            for batch, plans in ahead:
+                metrics = self._train(plans, batch, ahead.forget)
                 yield self._state, metrics
                 self._losses.check(CHECK_EVERY_STEPS)
         finally:
-            # A committed step keeps its snapshot even if its hooks failed or were interrupted.
+            # A committed step keeps its snapshot even if its callbacks failed or were interrupted.
             if not self._lost_shards and self._broken is None:
                 with uninterrupted():
                     self._save_snapshot()
         self._losses.check()
         self._snapshots.warn(self.step)
 
-    def _train(self, plans, batch, hooks, forget):
+    def _train(self, plans, batch, forget):
         while True:
             # A step donates its state: an interrupt between the call and the assignment would leave no state.
             with uninterrupted(reraise=False) as deferred:
                 metrics = self._commit(plans, batch, forget)
             try:
                 if metrics is not None:
-                    self._run_hooks(hooks, plans, metrics)
+                    self._after_step(plans, metrics)
                 self._finish_step()
             finally:
                 raise_deferred(deferred)
@@ -595,7 +615,7 @@ class Serial(Engine):
         return metrics
 
     def _finish_step(self):
-        """Complete a step after its hooks: recover lost shards, save its snapshot, recover shards marked by hooks."""
+        """Complete a step after its callbacks: recover lost shards, save its snapshot, recover marked shards."""
         self._recover(self._lost_shards)
         self._save_snapshot()
         # After the snapshot, so that the recovery can use what it saved.
@@ -605,9 +625,9 @@ class Serial(Engine):
     def _recover(self, shards):
         if not shards:
             return
-        watchers = self._recovering_watchers(shards)
+        callbacks = self._recovering_callbacks(shards)
         try:
-            self._run_recovery(watchers, shards)
+            self._run_recovery(callbacks, shards)
         except ShardsLost as lost:  # during the recovery: recover all once more
             self._lost_shards.update(lost.shards)
             self._recover({*shards, *lost.shards})
@@ -629,11 +649,11 @@ class Serial(Engine):
 
     def _recover_during_change(self, shards):
         self._lost_shards.update(shards)
-        in_hook, self._in_hook = self._in_hook, False  # watchers read the state
+        within, self._in_callback = self._in_callback, False  # a recovery reads the state
         try:
             self._recover(self._lost_shards)
         finally:
-            self._in_hook = in_hook
+            self._in_callback = within
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
         """Replace the tables by change(tables).
@@ -644,7 +664,7 @@ class Serial(Engine):
 
         Raises:
           ValueError: it returns something else, and the tables are not replaced; called within another `exclusive`.
-          ShardsLost: shards were lost, and no watcher can recover them.
+          ShardsLost: shards were lost, and no callback can recover them.
         """
         if self._alone:
             raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")

@@ -1,22 +1,16 @@
-"""Training and evaluation loops.
+"""Evaluation of a click model, and the memory settings of a loop.
 
 Legend: B batch.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from jaxrec import metrics
-from jaxrec.bounds import whole_number
-from jaxrec.engine import Engine, Serial
-from jaxrec.prefetch import in_pairs, planned
-from jaxrec.task import Task
-from jaxrec.types import Batch, RolledBack, TrainState
-
-__all__ = ["Engine", "Serial", "evaluate", "every", "fit", "keep_memory", "planned", "train"]
+from jaxrec.prefetch import in_pairs
 
 
 def keep_memory() -> bool:
@@ -38,69 +32,6 @@ def keep_memory() -> bool:
     m_mmap_threshold, m_trim_threshold, m_arena_max = -3, -1, -8  # malloc.h
     wanted = ((m_mmap_threshold, 1 << 30), (m_trim_threshold, 2**31 - 1), (m_arena_max, 1))
     return mallopt is not None and all([mallopt(which, value) for which, value in wanted])
-
-
-def train(engine: Engine, stream: Callable[[int], Iterable[Batch]], hooks: Sequence[Callable] = ()) -> TrainState:
-    """Train an engine from its current step to the end of a stream.
-
-    Args:
-      engine: `Serial`, `oac.Pipeline` or `shadowsync.FreeTrainers`.
-      stream: step -> iterable of the batches from that step on; called again, with an earlier step, after a rollback.
-      hooks: (state, step, plans, metrics) -> state, called in order after every step.
-
-    Returns:
-      The state after the last batch.
-
-    Raises:
-      As `run` of the engine.
-    """
-    while True:
-        try:
-            # A rollback needs a new iterator from the earlier step, as an iterator cannot go back.
-            for _ in engine.run(stream(engine.step), hooks):
-                pass
-            return engine.state
-        except RolledBack as back:
-            # Only here has the run ended, so that the state of the engine may be replaced.
-            back.go_back()
-
-
-def fit(
-    task: Task,
-    state: TrainState,
-    batches: Iterable[tuple],
-    hooks: Sequence[Callable] = (),
-):
-    """Train on all batches: a fold of the step and the hooks over the state.
-
-    Args:
-      task: Task, or anything else with its `step`.
-      state: TrainState; it is donated, use the returned one.
-      batches: (Batch, {stack: Plan}) pairs, as from `planned`.
-      hooks: (state, step, plans, metrics) -> state, called in order after every step.
-
-    Returns:
-      The state after the last batch.
-
-    Raises:
-      FloatingPointError: a loss is not finite; the error gives the step and what to inspect.
-      ValueError: as the step.
-    """
-    # No `with` block: the engine has no watchers to leave.
-    engine = Serial(task, state)
-    for _ in engine.steps(batches, hooks):
-        pass
-    return engine.state
-
-
-def every(steps: int, hook: Callable) -> Callable:
-    """Return a hook that runs another one at every multiple of `steps`."""
-    whole_number("steps", steps)
-
-    def run(state, step, plans, step_metrics):
-        return hook(state, step, plans, step_metrics) if step % steps == 0 else state
-
-    return run
 
 
 def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, float]:

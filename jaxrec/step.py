@@ -5,7 +5,7 @@ Legend: B batch, S shards, U padded unique rows per shard, E embedding width, R 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,6 @@ __all__ = [
     "gradients",
     "init_dense",
     "make_eval_step",
-    "run_hooks",
     "step_dense",
     "step_rows",
     "update",
@@ -297,32 +296,3 @@ def make_eval_step(
         return jax.block_until_ready(found) if tables.traced and tables.in_place else found
 
     return run
-
-
-def run_hooks(
-    hooks: Iterable[Callable],
-    state: TrainState,
-    step: int,
-    plans: dict[str, Plan] | None,
-    metrics: dict[str, jax.Array] | None,
-) -> TrainState:
-    """Fold the hooks, (state, step, plans, metrics) -> state, over the state in order.
-
-    Args:
-      hooks: hooks, called right after a step, in batch order, on the committing thread.
-      state: TrainState, or a technique's wrapper of it.
-      step: number of steps that the state has seen.
-      plans: {stack: Plan} of the batch just trained; None if the hooks run outside a step.
-      metrics: metrics of the step, on the device; None likewise.
-
-    Returns:
-      The state that the last hook returned.
-
-    Raises:
-      ValueError: a hook returned None.
-    """
-    for hook in hooks:
-        state = hook(state, step, plans, metrics)
-        if state is None:
-            raise ValueError(f"the hook {hook!r:.200} returned None: a hook returns the state, changed or not.")
-    return state

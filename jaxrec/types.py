@@ -44,6 +44,9 @@ class Batch(_BatchFields):
         weight = np.ones(size, np.float32) if weight is None else weight
         return super().__new__(cls, ids, label, dense, weight)
 
+    def __reduce__(self):
+        return Batch._make, (tuple(self),)  # as below
+
 
 # By `_make`, which fills in nothing: trees of batches may have any leaves, also None.
 jax.tree_util.register_pytree_with_keys(
@@ -145,15 +148,3 @@ class TrainState(NamedTuple):
 
     dense: DenseState
     tables: Any
-
-
-class RolledBack(Exception):
-    """Raised to end a run that full recovery rolls back to an earlier step.
-
-    Args:
-      go_back: restores the state and resets the engine; training continues with the batches from the engine's new step.
-    """
-
-    def __init__(self, go_back: Callable[[], None]):
-        super().__init__("all goes back to the newest whole image: call go_back(), and run on from engine.step")
-        self.go_back = go_back

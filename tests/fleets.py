@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from jaxrec import Callback
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer, deal
 
@@ -105,8 +106,10 @@ def _gone():
     return ServerGone("the server in this process has ended")
 
 
-class Fleet:
-    """The shard servers of one set of tables; as a watcher entered before a `Recovery`, it starts successors.
+class Fleet(Callback):
+    """The shard servers of one set of tables; as a callback listed before a `Recovery`, it starts successors.
+
+    A context manager, whose end is that of the servers.
 
     Args:
       servers: number of servers.

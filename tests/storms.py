@@ -38,18 +38,18 @@ def shoot(delays):
 def train(pipeline, stream):
     """Trains all remaining batches, with drains, exclusive access and a snapshot in between."""
 
-    def hook(state, step, plan, metrics):
-        if step % 5 == 0:
+    def look(info):
+        if info.step % 5 == 0:
             pipeline.drain()
-        if step % 7 == 0:
+        if info.step % 7 == 0:
             pipeline.exclusive(lambda tables: tables)
-        return state
 
     with pipeline:
+        pipeline.enter(look)
         if pipeline.step < 12:
             with contextlib.suppress(ValueError):  # already announced before the signal
                 pipeline.snapshot_at(12, lambda state: None, unreached="ignore")
-        for _ in pipeline.run(stream, [hook]):
+        for _ in pipeline.run(stream):
             pass
 
 

@@ -24,6 +24,7 @@ from strategies import chosen, examples
 from test_tables import dense_table
 
 import jaxrec
+from jaxrec import Serial
 from jaxrec.checkpoint import (
     Checkpointer,
     deltas,
@@ -41,7 +42,6 @@ from jaxrec.checkpoint.restore import fill, with_chain
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
 from jaxrec.files import write_json
-from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.step import init_dense
 
@@ -481,17 +481,16 @@ def test_a_shard_of_it_comes_back_alone(old_run, home):
 
 
 @pytest.mark.parametrize("engine_of", [
-    lambda state: Serial(TASK, state),
-    lambda state: Pipeline(TASK, state, window=2),
+    functools.partial(Serial, TASK),
+    functools.partial(Pipeline, TASK, window=2),
 ], ids=["serial", "pipeline"])  # fmt: skip
 def test_it_goes_on_in_its_directory_with_its_figures(old_run, engine_of):
     state, image = restore(old_run, fresh("host"))
-    with engine_of(state) as engine:
-        more = {"save_every_steps": 4, "total_steps": 20, "scheme": mfu(), "fraction": 0.5}
-        recovery = engine.enter(Recovery(engine, old_run, image=image, **more))
+    recovery = Recovery(old_run, 4, 20, scheme=mfu(), fraction=0.5, image=image)
+    with engine_of(state, [recovery]) as engine:
         before = image.extra["cpr"]
         assert (recovery.saves, recovery.rows_saved) == (before["saves"], before["rows_saved"]) and recovery.saves > 0
-        list(engine.run(map(batch, range(6, 12)), [recovery.hook]))
+        engine.train(map(batch, range(6, 12)))
         recovery.recover([0])
         assert recovery.saves > before["saves"] and np.isfinite(engine.state.dense.params["bias"]).all()
     assert restore(old_run, fresh("host"))[1].step == 12
@@ -518,7 +517,7 @@ def test_an_image_of_another_format_is_refused_by_it_with_the_way_to_convert_and
         lambda: restore(old_run, fresh("host")),
         lambda: restore(images(old_run)[0], fresh("host")),
         lambda: restore_shards(deltas(old_run)[0], fresh("host").tables, [0]),
-        lambda: Recovery(Serial(TASK, fresh("host")), old_run, 4, 20).__enter__(),
+        lambda: Serial(TASK, fresh("host"), [Recovery(old_run, 4, 20)]).__enter__(),
     ):
         with pytest.raises(ValueError, match=f"{told}, and this version of jaxrec reads format 2: go on with"):
             act()

@@ -26,6 +26,7 @@ from studies.watching import Process, command_of, differences, processes_below
 from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
 
+from jaxrec import Serial
 from jaxrec.checkpoint import Checkpointer, images, newest, read_manifest, restore
 from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
@@ -33,7 +34,6 @@ from jaxrec.cluster.reaper import MARK, marked, reap
 from jaxrec.cluster.runtime import import_ray
 from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.cpr import Recovery
-from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost
 
@@ -103,7 +103,7 @@ def test_a_run_over_two_processes_has_the_bits_of_host_tables(make, start):
 def test_an_image_that_servers_have_written_is_restored_into_others_and_into_host_tables(start, tmp_path):
     state = fresh("host")._replace(tables=start(2, directory=tmp_path).tables)
     with Serial(TASK, state) as engine:
-        list(engine.run(map(batch_at, range(EVERY))))
+        engine.train(map(batch_at, range(EVERY)))
     wanted = bits(engine.state)
     with Checkpointer(tmp_path, copy="shards") as checkpointer:
         checkpointer.save(engine.state)
@@ -179,22 +179,19 @@ def test_kill_9_at_any_instant_ends_as_serial_that_loses_its_shards_at_that_step
 
 @pytest.mark.parametrize("also", [{}, {10: [1]}, {10: [1, 3]}], ids=str)
 def test_a_death_that_no_call_meets_is_noticed_and_its_successor_begun_before_the_next_call(start, tmp_path, also):
-    """Also if a hook loses some or all of its shards at the same step."""
+    """Also if a callback loses some or all of its shards at the same step."""
     servers = start()
     first = servers.processes[1]
 
-    def hook(state, step, plans, metrics):
-        if step == 10:
+    def kills(info):
+        if info.step == 10:
             kill(servers, 1)
             until(lambda: servers.deaths and servers.processes[1] != first)  # no call meanwhile
             assert servers.tables.lost == (1, 3)
-        return state
 
-    with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
-        engine.enter(servers)
-        recovery = engine.enter(Recovery(engine, tmp_path / "found", EVERY, LENGTH, failures=also))
-        list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook, hook]))
-        found = bits(engine.state)
+    recovery = Recovery(tmp_path / "found", EVERY, LENGTH, failures=also)
+    with Serial(TASK, fresh("host")._replace(tables=servers.tables), [servers, recovery, kills]) as engine:
+        found = bits(engine.train(map(batch_at, range(LENGTH))))
     (death,) = servers.deaths
     assert death.reason == f"its process {first} on {servers.in_use[1].address} has ended" and recovery.failed == 2
     assert same(found, serially(tmp_path / "wanted", "vanilla", losses={10: ((1, 3), ())}))
@@ -211,11 +208,10 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
     (dead,), before = servers.spares, servers.processes[0]
     os.kill(dead, signal.SIGKILL)  # a dead spare is skipped
     until(lambda: not is_alive(dead))
-    with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
-        engine.enter(servers)
-        recovery = engine.enter(Recovery(engine, tmp_path / "again", EVERY, LENGTH))
+    recovery = Recovery(tmp_path / "again", EVERY, LENGTH)
+    with Serial(TASK, fresh("host")._replace(tables=servers.tables), [servers, recovery]) as engine:
         kill(servers, 0)
-        list(engine.run(map(batch_at, range(3)), [recovery.hook]))
+        engine.train(map(batch_at, range(3)))
     assert servers.processes[0] not in (before, dead) and servers.in_use[0].address
     waiting = servers.spares
     servers.close()
@@ -235,12 +231,12 @@ def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, t
     assert same(found, serially(tmp_path / "wanted", "mfu", log))
 
 
-def test_who_is_not_watched_ends_with_the_name_of_the_server(start):
+def test_who_has_no_supervisor_listed_ends_with_the_name_of_the_server(start):
     servers = start()
     with Serial(TASK, fresh("host")._replace(tables=servers.tables)) as engine:
         kill(servers, 1)
-        with pytest.raises(ShardsLost, match="no watcher restores them"):
-            list(engine.run(map(batch_at, range(3))))
+        with pytest.raises(ShardsLost, match="no callback restores them"):
+            engine.train(map(batch_at, range(3)))
     with pytest.raises(ShardsLost, match=r"server 1 \(incarnation 1\) is gone: its process \d+ on .* has ended"):
         servers.tables.read(of_rows(range(40)))
     assert servers.deaths == []  # and no unused successor is started
@@ -264,12 +260,12 @@ def test_one_death_too_many_ends_the_run_and_says_so(start, tmp_path):
 def test_full_recovery_over_servers_that_are_killed_ends_as_a_run_without_failures(start, killing, tmp_path):
     servers = start()
     killing(servers, "put", 15)
-    with Pipeline(TASK, fresh("host")._replace(tables=servers.tables), window=3) as engine:
-        engine.enter(servers)
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
-        train(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+    recovery = Recovery(tmp_path, EVERY, LENGTH, mode="full", copy="shards")
+    state = fresh("host")._replace(tables=servers.tables)
+    with Pipeline(TASK, state, [servers, recovery], window=3) as engine:
+        state = engine.train(lambda step: map(batch_at, range(step, LENGTH)))
         assert recovery.failed == 2 and len(servers.deaths) == 1
-        assert same(bits(engine.state), plain(LENGTH)[0])
+        assert same(bits(state), plain(LENGTH)[0])
     assert images(tmp_path)
 
 

@@ -99,7 +99,7 @@ def two_trainers(*texts):  # the last example, as two threads that share a group
 
 texts = [open(f"trainer_{i}.py").read() for i in (0, 1)]
 assert two_trainers(*texts) == [None, None]
-alone = two_trainers(texts[0].replace("state = shadow.finish(pipeline.state)", "pass"), texts[1])
+alone = two_trainers(texts[0].replace("state = shadow.finish(state)", "pass"), texts[1])
 assert alone[0] is None and isinstance(alone[1], PeerLeft), alone  # who does not finish leaves the other behind
 """
 ONE_TRAINER = "SyncGroup(model_averaging(), params, trainers=1).trainer(0)"
@@ -109,7 +109,7 @@ ONE_TRAINER = "SyncGroup(model_averaging(), params, trainers=1).trainer(0)"
 def test_all_three_techniques_run_in_two_trainers(tmp_path):
     *before, last = re.findall(r"```python\n(.*?)```", text_of("docs/techniques.md"), re.S)
     last = doctest.script_from_examples(last)
-    assert ONE_TRAINER in last and "state = shadow.finish(pipeline.state)" in last
+    assert ONE_TRAINER in last and "state = shadow.finish(state)" in last
     for trainer in (0, 1):
         text = last.replace(ONE_TRAINER, f"shared.trainer({trainer})")
         (tmp_path / f"trainer_{trainer}.py").write_text(text)

@@ -18,15 +18,15 @@ import pytest
 from fleets import remote
 from homes import tables_in
 from mortal import MortalTables
-from world import batch_of, loss
+from world import at_step, batch_of, loss
 from world import ctrl_c as ctrl_c  # a fixture
 from world import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
+from jaxrec import Callback, Serial
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.loader import Loader
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.loop import Serial, fit, train
 from jaxrec.oac import Pipeline
 from jaxrec.prefetch import END, Stream
 from jaxrec.types import ShardsLost
@@ -52,16 +52,19 @@ def fresh(home):
 
 
 ENGINES = {
-    "serial over host tables": lambda: Serial(TASK, fresh("host")),
-    "serial over device tables": lambda: Serial(TASK, fresh("device")),
-    "serial over pinned tables": lambda: Serial(TASK, fresh("pinned")),
-    "serial over servers": lambda: Serial(TASK, fresh("remote")),
-    "pipeline": lambda: Pipeline(TASK, fresh("host"), window=3),
-    "pipeline in sync": lambda: Pipeline(TASK, fresh("host"), mode="sync"),
-    "pipeline over servers": lambda: Pipeline(TASK, fresh("remote"), window=3),
-    "pipeline over pinned tables": lambda: Pipeline(TASK, fresh("pinned"), window=3),
+    "serial over host tables": lambda callbacks=(): Serial(TASK, fresh("host"), callbacks),
+    "serial over device tables": lambda callbacks=(): Serial(TASK, fresh("device"), callbacks),
+    "serial over pinned tables": lambda callbacks=(): Serial(TASK, fresh("pinned"), callbacks),
+    "serial over servers": lambda callbacks=(): Serial(TASK, fresh("remote"), callbacks),
+    "pipeline": lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, window=3),
+    "pipeline in sync": lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, mode="sync"),
+    "pipeline over servers": lambda callbacks=(): Pipeline(TASK, fresh("remote"), callbacks, window=3),
+    "pipeline over pinned tables": lambda callbacks=(): Pipeline(TASK, fresh("pinned"), callbacks, window=3),
 }
-KINDS = {"serial": lambda state: Serial(TASK, state), "pipeline": lambda state: Pipeline(TASK, state, window=3)}
+KINDS = {
+    "serial": lambda state, callbacks=(): Serial(TASK, state, callbacks),
+    "pipeline": lambda state, callbacks=(): Pipeline(TASK, state, callbacks, window=3),
+}
 over_host_tables = pytest.mark.parametrize("engine_of", KINDS.values(), ids=KINDS)
 # All parts are covered by other engines.
 MORE = ("serial over servers", "pipeline in sync", "pipeline over pinned tables")
@@ -96,16 +99,12 @@ def test_batches_of_numpy_are_planned_by_a_gpu_with_equal_results(make, monkeypa
     """Here the CPU stands for a GPU. Capacities grow on the way; batches that were not trained come back."""
     monkeypatch.setattr("jaxrec.engine.on_one_gpu", lambda mesh: True)
     kinds, stream = set(), (batch_at(index, size=8 + 8 * (index > 5)) for index in range(12))
-
-    def hook(state, step, plans, metrics):
-        kinds.update(type(leaf) for leaf in jax.tree.leaves(plans))
-        return state
-
-    with make() as engine:
-        for _ in engine.run(stream, [hook]):
+    note = lambda info: kinds.update(type(leaf) for leaf in jax.tree.leaves(info.plans))
+    with make([note]) as engine:
+        for _ in engine.run(stream):
             if engine.step == 4:
                 break
-        list(engine.run(stream, [hook]))
+        list(engine.run(stream))
         assert all(issubclass(kind, jax.Array) for kind in kinds)
         assert same(bits(engine.state), grown(12))
         good = batch_of({"item": np.array([1, 2])}, np.ones(2, np.float32))
@@ -138,13 +137,9 @@ def grown(steps):
 @each
 def test_a_run_is_a_fold_of_the_step(make):
     seen = []
-
-    def hook(state, step, plans, metrics):
-        seen.append((step, int(state.dense.step), set(plans)))
-        return state
-
-    with make() as engine:
-        losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0), iter([hook]))]
+    note = lambda info: seen.append((info.step, int(info.state.dense.step), set(info.plans)))
+    with make(iter([note])) as engine:
+        losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0))]
     wanted, wanted_losses = plain(12)
     assert losses == wanted_losses and same(bits(engine.state), wanted)
     assert seen == [(step, step, {"width_4"}) for step in range(1, 13)] and engine.step == 12
@@ -170,19 +165,15 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
         ENGINES["serial over device tables"],
         ENGINES["serial over pinned tables"],
         ENGINES["pipeline"],
-        lambda: Pipeline(TASK, fresh("host"), window=3, skip_stale_reads=True),
+        lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, window=3, skip_stale_reads=True),
     ],
 )
 def test_batches_on_the_device_are_planned_there_with_equal_results(make):
     """Capacities grow on the way and are checked as on the host; a bad id is refused before its step."""
     kinds, sent = set(), (jaxrec.to_device(batch_at(index, size=8 + 8 * (index > 5))) for index in range(12))
-
-    def hook(state, step, plans, metrics):
-        kinds.update(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plans))
-        return state
-
-    with make() as engine:
-        list(engine.run(sent, [hook]))
+    note = lambda info: kinds.update(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(info.plans))
+    with make([note]) as engine:
+        list(engine.run(sent))
         found = bits(engine.state)
         with pytest.raises(ValueError, match="1 ids of lookups"):
             list(engine.run([jaxrec.to_device(batch_of({"item": np.array([1, 40])}, np.ones(2)))]))
@@ -217,36 +208,25 @@ def test_a_loader_goes_on_where_a_run_left_it(make):
 
 
 @each
-def test_a_hook_that_fails_leaves_what_the_last_whole_hook_returned(make):
-    def double(state, step, plans, metrics):
+def test_a_callback_that_fails_leaves_what_the_last_whole_callback_returned(make):
+    def doubled(state):
         return state._replace(dense=state.dense._replace(params=jax.tree.map(lambda w: w * 2, state.dense.params)))
 
-    def fail(state, step, plans, metrics):
-        if step == 4:
-            raise KeyError("no room")
-        return state
-
-    with make() as engine:
+    double = lambda info: doubled(info.state)
+    with make([double, failing_at(4), double]) as engine:
         with pytest.raises(KeyError):
-            list(engine.run(stream_from(0), [double, fail, double]))
+            list(engine.run(stream_from(0)))
         failed = bits(engine.state)
-
-    def act(state, step):
-        return double(double(state, 0, 0, 0), 0, 0, 0) if step < 4 else double(state, 0, 0, 0)
-
+    act = lambda state, step: doubled(doubled(state)) if step < 4 else doubled(state)
     assert engine.step == 4 and same(failed, plain(4, act=act)[0])
 
 
 @each
-def test_the_state_is_refused_inside_a_hook_and_a_hook_that_forgets_it_too(make):
-    with make() as engine:
-        for hook, message in (
-            (lambda *given: engine.state, "was read in a hook.*use the state passed to it"),
-            (lambda *given: None, "returned None"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                list(engine.run(stream_from(0), [hook]))
-            assert np.isfinite(engine.state.dense.params["w"]).all()
+def test_the_state_is_refused_in_after_step(make):
+    with make([lambda info: engine.state]) as engine:
+        with pytest.raises(ValueError, match="was read in `after_step`: use info.state"):
+            list(engine.run(stream_from(0)))
+        assert np.isfinite(engine.state.dense.params["w"]).all()
 
 
 def emptied(tables):
@@ -256,44 +236,30 @@ def emptied(tables):
 
 
 @each
-def test_tables_change_in_a_hook_for_those_behind_it_and_for_the_step_to_come(make):
+def test_tables_change_in_a_callback_for_those_behind_it_and_for_the_step_to_come(make):
     seen = []
-
-    def change(state, step, plans, metrics):
-        if step == 6:
-            engine.exclusive(emptied)
-        return state
-
-    def look(state, step, plans, metrics):
-        if step == 6:
-            engine.exclusive(lambda tables: (seen.append(bits(state._replace(tables=tables))), tables)[1])
-        return state
-
-    with make() as engine:
-        list(engine.run(stream_from(0), [change, look]))
+    change = at_step(6, lambda state: engine.exclusive(emptied))
+    keep = lambda state: lambda tables: (seen.append(bits(state._replace(tables=tables))), tables)[1]
+    look = at_step(6, lambda state: engine.exclusive(keep(state)))
+    with make([change, look]) as engine:
+        list(engine.run(stream_from(0)))
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 6 else state
     assert not np.any(seen[0][1]["value"][1]) and same(bits(engine.state), plain(12, act=act)[0])
     assert not same(bits(engine.state), plain(12)[0])
 
 
-class Watcher:
-    """A watcher that records events and restores lost shards with zeros."""
+class Restoring(Callback):
+    """Records events and restores lost shards with zeros."""
 
-    def __init__(self, engine, events, name="exit"):
-        self.engine, self.events, self.name, self.thread = engine, events, name, threading.current_thread()
+    def __init__(self, events, name="end"):
+        self.events, self.name = events, name
 
-    def __enter__(self):
-        self.events.append("enter")
-        return self
+    def begin(self, engine):
+        self.engine, self.thread = engine, threading.current_thread()
+        self.events.append("begin")
 
-    def __exit__(self, kind, error, trace):
-        self.events.append((self.name, kind, self.engine.running))
-
-    def hook(self, state, step, plans, metrics):
-        self.events.append(("hook", step))
-        if step == 3:
-            self.engine.lose([1])
-        return state
+    def end(self, error):
+        self.events.append((self.name, error and type(error), self.engine.running))
 
     def save(self, state):
         self.events.append(("save", int(state.dense.step), bits(state)))
@@ -304,34 +270,39 @@ class Watcher:
         self.events.append(("recover", self.engine.step, list(shards)))
 
 
+class Losing(Restoring):
+    """Loses shard 1 after step 3."""
+
+    def after_step(self, info):
+        self.events.append(("after_step", info.step))
+        if info.step == 3:
+            self.engine.lose([1])
+
+
 @each
-def test_the_order_is_commit_hooks_cut_and_recovery(make):
+def test_the_order_is_commit_callbacks_cut_and_recovery(make):
     events, seen = [], []
-    with make() as engine:
-        watcher = engine.enter(Watcher(engine, events))
-        engine.snapshot_at(3, watcher.save)
-        for state, _ in engine.run(stream_from(0, 5), [watcher.hook]):
+    callback = Losing(events)
+    with make([callback]) as engine:
+        engine.snapshot_at(3, callback.save)
+        for state, _ in engine.run(stream_from(0, 5)):
             seen += [bits(state)] if engine.step == 3 else []
     (at, saved), *none = [(i, event) for i, event in enumerate(events) if event[0] == "save"]
     assert not none and same(saved[2], plain(3)[0])
     events[at] = saved[:2]
-    steps = [("hook", 1), ("hook", 2), ("hook", 3), ("save", 3), ("recover", 3, [1]), ("hook", 4), ("hook", 5)]
-    assert events == ["enter", *steps, ("exit", None, False)]
+    called = [("after_step", step) for step in range(1, 6)]
+    steps = [*called[:3], ("save", 3), ("recover", 3, [1]), *called[3:]]
+    assert events == ["begin", *steps, ("end", None, False)]
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 3 else state
     assert same(seen[0], plain(3, act=act)[0]) and same(bits(engine.state), plain(5, act=act)[0])
 
 
 @each
 def test_shards_that_nobody_recovers_end_the_run_by_name_and_it_goes_on_when_they_are_back(make):
-    def lose(state, step, plans, metrics):
-        if step == 2:
-            engine.lose([3, 1])
-        return state
-
     stream = stream_from(0)
-    with make() as engine:
+    with make([at_step(2, lambda state: engine.lose([3, 1]))]) as engine:
         with pytest.raises(ShardsLost, match=r"shards \[1, 3\]") as caught:
-            list(engine.run(stream, [lose]))
+            list(engine.run(stream))
         at = engine.step
         engine.exclusive(emptied)
         list(engine.run(stream))
@@ -341,12 +312,12 @@ def test_shards_that_nobody_recovers_end_the_run_by_name_and_it_goes_on_when_the
 
 @each
 @pytest.mark.parametrize("error", [None, KeyError])
-def test_watchers_are_left_in_reverse_behind_the_run_and_its_cuts_with_the_error(make, error):
+def test_callbacks_end_in_reverse_behind_the_run_and_its_cuts_with_the_error(make, error):
     """Right after a step whose snapshot may still be saved."""
     events = []
-    with pytest.raises(error) if error else contextlib.nullcontext(), make() as engine:
-        engine.enter(Watcher(engine, events, "first"))
-        engine.snapshot_at(2, engine.enter(Watcher(engine, events, "second")).save)
+    first, second = Restoring(events, "first"), Restoring(events, "second")
+    with pytest.raises(error) if error else contextlib.nullcontext(), make([first, second]) as engine:
+        engine.snapshot_at(2, second.save)
         for _ in engine.run(stream_from(0)):
             if engine.step == 2:
                 if error:
@@ -368,7 +339,7 @@ def test_another_state_takes_the_place_between_runs(make):
         running.close()
         engine.reset(kept)
         assert engine.step == 0
-        assert same(bits(train(engine, stream_from)), plain(12)[0])
+        assert same(bits(engine.train(stream_from)), plain(12)[0])
 
 
 @each
@@ -396,7 +367,7 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
             engine.close()
 
 
-def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks(ctrl_c):
+def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_callbacks(ctrl_c):
     def step(*given):
         found = TASK.step(*given)
         if int(found[0].dense.step) == 4:
@@ -404,37 +375,30 @@ def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_hooks(ctrl_c):
         return found
 
     seen = []
-    with Serial(types.SimpleNamespace(step=step), fresh("device")) as engine:
+    with Serial(types.SimpleNamespace(step=step), fresh("device"), [lambda info: seen.append(info.step)]) as engine:
         with pytest.raises(KeyboardInterrupt):
-            list(engine.run(stream_from(0), [lambda state, step, *_: (seen.append(step), state)[1]]))
+            list(engine.run(stream_from(0)))
         assert engine.step == 4 and seen == [1, 2, 3, 4] and same(bits(engine.state), plain(4)[0])
-
-
-def test_a_fold_over_planned_pairs_is_the_same():
-    pairs = ((batch, plan(SPEC, batch.ids)) for batch in stream_from(0))
-    assert same(bits(fit(TASK, fresh("device"), pairs)), plain(12)[0])
 
 
 # ---- under misuse nothing fails silently, nothing hangs, no state is lost
 
 
 def failing_at(step, act=lambda: None, error=KeyError):
-    def fail(state, number, plans, metrics):
-        if number == step:
-            act()
-            raise error("of the hook")
-        return state
+    def fail(state):
+        act()
+        raise error("of the callback")
 
-    return fail
+    return at_step(step, fail)
 
 
 @each
-def test_the_cut_of_a_step_is_saved_though_a_hook_of_it_failed(make):
+def test_the_cut_of_a_step_is_saved_though_a_callback_of_it_failed(make):
     saved, stream = [], stream_from(0)
-    with make() as engine:
+    with make([failing_at(3)]) as engine:
         engine.snapshot_at(3, lambda state: saved.append(bits(state)))
-        with pytest.raises(KeyError, match="of the hook"):
-            list(engine.run(stream, [failing_at(3)]))
+        with pytest.raises(KeyError, match="of the callback"):
+            list(engine.run(stream))
         assert len(saved) == 1 and same(saved[0], plain(3)[0])
         list(engine.run(stream))
     assert same(bits(engine.state), plain(12)[0])
@@ -451,16 +415,16 @@ def test_a_loss_that_is_not_finite_is_told_though_the_run_was_left(make):
 
 
 @each
-@pytest.mark.parametrize("hooks", [[], [failing_at(4)]], ids=["", "a hook fails"])
-def test_a_cut_of_a_state_whose_loss_is_not_finite_is_not_saved(make, hooks):
+@pytest.mark.parametrize("callbacks", [[], [failing_at(4)]], ids=["", "a callback fails"])
+def test_a_cut_of_a_state_whose_loss_is_not_finite_is_not_saved(make, callbacks):
     """It would take the place of a good image, and a few steps later all images would be of no use."""
     saved, batches = [], [batch_at(index) for index in range(6)]
     batches[2].label[2] = np.nan
-    with make() as engine:
+    with make(callbacks) as engine:
         for step in (2, 4):
             engine.snapshot_at(step, lambda state: saved.append(int(state.dense.step)))
         with pytest.raises((FloatingPointError, KeyError)) as raised:
-            list(engine.run(batches, hooks))
+            list(engine.run(batches))
     said = "".join(traceback.format_exception(raised.value))
     assert "the loss is nan at step 3" in said and engine.step == 4 and saved == [2]
 
@@ -588,23 +552,21 @@ def test_a_change_that_raises_returns_no_tables_or_lies_within_another_is_refuse
 @each
 def test_shards_that_are_none_are_not_lost(make):
     stream = stream_from(0)
-    with make() as engine:
-        engine.enter(Watcher(engine, []))
+    with make([Restoring([]), at_step(1, lambda state: engine.lose([1, 4]))]) as engine:
         with pytest.raises(ValueError, match="nothing runs"):
             engine.lose([1])
         with pytest.raises(ValueError, match="shard=4 must be"):
-            list(engine.run(stream, [lambda state, *_: engine.lose([1, 4])]))
+            list(engine.run(stream))
         list(engine.run(stream))
     assert same(bits(engine.state), plain(12)[0])
 
 
 @each
-def test_what_a_hook_has_lost_comes_back_before_the_next_step_though_a_hook_behind_it_failed(make):
+def test_what_a_callback_has_lost_comes_back_before_the_next_step_though_one_behind_it_failed(make):
     events, stream = [], stream_from(0, 5)
-    with make() as engine:
-        engine.enter(Watcher(engine, events))
-        with pytest.raises(KeyError, match="of the hook"):
-            list(engine.run(stream, [failing_at(3, lambda: engine.lose([1]))]))
+    with make([Restoring(events), failing_at(3, lambda: engine.lose([1]))]) as engine:
+        with pytest.raises(KeyError, match="of the callback"):
+            list(engine.run(stream))
         list(engine.run(stream))
     assert ("recover", 3, [1]) in events
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 3 else state
@@ -612,35 +574,34 @@ def test_what_a_hook_has_lost_comes_back_before_the_next_step_though_a_hook_behi
 
 
 @each
-def test_watchers_are_entered_within_a_block_whose_end_leaves_them_once_whatever_it_finds(make):
-    engine, events = make(), []
+def test_callbacks_begin_with_a_block_whose_end_ends_them_once_whatever_it_finds(make):
+    events = []
+    engine = make([Restoring(events)])
     with pytest.raises(ValueError, match="within `with"):
-        engine.enter(Watcher(engine, events))
+        engine.enter(Restoring(events))
     with engine:
-        engine.enter(Watcher(engine, events))
-        with engine:  # an inner block leaves no watcher
+        with engine:  # an inner block begins and ends none
             pass
-        assert events == ["enter"]
-    assert events == ["enter", ("exit", None, False)]
-    with engine:  # a second block has its own watchers
-        watcher = engine.enter(Watcher(engine, events))
-        list(engine.run(stream_from(0, 4), [watcher.hook]))
-    assert [event[0] for event in events if event[0] == "recover"] == ["recover"]
+        engine.enter(Losing(events))
+        assert events == ["begin", "begin"]
+    assert events == ["begin"] * 2 + [("end", None, False)] * 2
+    del events[:]
+    with engine:  # a second block begins those that were given, and only those
+        list(engine.run(stream_from(0, 4)))
+    assert events == ["begin", ("end", None, False)]
     del events[:]
     with pytest.raises(UserWarning, match="not taken"), engine:  # warnings are errors here
-        engine.enter(Watcher(engine, events))
         engine.snapshot_at(40, print)
-    assert events == ["enter", ("exit", UserWarning, False)]
+    assert events == ["begin", ("end", UserWarning, False)]
 
 
 @each
-def test_a_watcher_may_swallow_the_error_that_ends_the_block(make):
-    class Swallows(Watcher):
-        def __exit__(self, *error):
+def test_no_callback_swallows_the_error_that_ends_the_block(make):
+    class Swallows(Callback):
+        def end(self, error):
             return True
 
-    with make() as engine:
-        engine.enter(Swallows(engine, []))
+    with pytest.raises(KeyError, match="of the body"), make([Swallows()]):
         raise KeyError("of the body")
 
 
@@ -680,8 +641,7 @@ def mortal(kind, number):
 @over_host_tables
 def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of, kind):
     events, saved = [], []
-    with engine_of(mortal(kind, 5)) as engine:
-        engine.enter(Watcher(engine, events))
+    with engine_of(mortal(kind, 5), [Restoring(events)]) as engine:
         engine.snapshot_at(6, lambda state: saved.append(int(state.dense.step)))
         losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0))]
     ((at, shards),) = [event[1:] for event in events if event[0] == "recover"]
@@ -757,24 +717,24 @@ def test_engines_take_turns_over_tables_and_a_second_run_at_a_time_is_refused(fi
 
 
 @each
-def test_whatever_a_hook_raises_ends_the_run_and_is_told(make):
+def test_whatever_a_callback_raises_ends_the_run_and_is_told(make):
     """GeneratorExit too, which Python itself raises where a generator is left."""
-    with make() as engine:
+    with make([failing_at(3, error=GeneratorExit)]) as engine:
         with pytest.raises(GeneratorExit):
-            list(engine.run(stream_from(0), [failing_at(3, error=GeneratorExit)]))
+            list(engine.run(stream_from(0)))
         assert engine.step == 3
 
 
 def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again():
     stream = stream_from(0)
     with Serial(TASK, mortal("read", 5)) as engine:
-        with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter"):
+        with pytest.raises(ShardsLost, match="no callback restores them: give callbacks="):
             list(engine.run(stream))
         assert engine.step == 5
         engine.exclusive(emptied)
-        watcher = engine.enter(Watcher(engine, []))
+        callback = engine.enter(Restoring([]))
         engine.tables.kill(1)
-        watcher.recover = lambda shards: None
+        callback.recover = lambda shards: None
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 5"):
             list(engine.run(stream))
         engine.exclusive(emptied)
@@ -783,11 +743,10 @@ def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again(
 
 
 def test_a_failure_that_comes_again_at_the_same_step_ends_training_and_does_not_go_round_for_ever(tmp_path):
-    with Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, mode="full"))
-        lose = lambda state, step, *_: (engine.lose([1]) if step == 6 else None, state)[1]
+    recovery = Recovery(tmp_path, 4, 12, mode="full")
+    with Serial(TASK, fresh("host"), [recovery, at_step(6, lambda state: engine.lose([1]))]) as engine:
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6"):
-            train(engine, stream_from, [recovery.hook, lose])
+            engine.train(stream_from)
     assert recovery.lost_steps == 8 * 2
 
 
@@ -832,35 +791,38 @@ def test_an_error_of_a_stream_comes_once_and_a_batch_that_is_refused_does_not_co
 @each
 def test_what_a_recovery_has_trained_is_freed_without_a_search_for_cycles(make, tmp_path, no_automatic_gc):
     """Which is rare in a program that allocates few objects: tables would pile up in memory."""
-    with make() as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, 4, 12, scheme=mfu(), failures={6: [1]}))
-        list(engine.run(stream_from(0), [recovery.hook]))
+    recovery = Recovery(tmp_path, 4, 12, scheme=mfu(), failures={6: [1]})
+    with make([recovery]) as engine:
+        list(engine.run(stream_from(0)))
     assert recovery.failed == 1
     engine, there = None, weakref.ref(engine)
-    assert there() is not None  # held by the recovery
-    recovery = None
-    assert there() is None
+    assert there() is None  # though the recovery is still there
 
 
 @each
-def test_a_watcher_may_refuse_another_state_and_what_was_lost_is_forgotten_with_the_one_before(make):
-    class Refuses(Watcher):
+def test_a_callback_may_refuse_another_state_and_what_was_lost_is_forgotten_with_the_one_before(make):
+    class Refuses(Restoring):
+        refuses = True
+
         def restarted(self, state):
             if self.refuses:
                 raise ValueError("not that one")
 
-    with make() as engine:
-        watcher = engine.enter(Refuses(engine, []))
+    callback, engine = Refuses([]), make()
+    with engine:
+        engine.enter(failing_at(3, lambda: engine.lose([1])))
         with pytest.raises(KeyError):
-            list(engine.run(stream_from(0), [failing_at(3, lambda: engine.lose([1]))]))
-        watcher.refuses, before = True, bits(engine.state)
+            list(engine.run(stream_from(0)))
+    with engine:
+        engine.enter(callback)
+        before = bits(engine.state)
         with pytest.raises(ValueError, match="not that one"):
             engine.reset(make().state)
         assert engine.step == 3 and same(bits(engine.state), before)
-        watcher.refuses = False
+        callback.refuses = False
         engine.reset(make().state)
         list(engine.run(stream_from(0)))
-    assert ("recover", 0, [1]) not in watcher.events and same(bits(engine.state), plain(12)[0])
+    assert callback.events == ["begin", ("end", None, False)] and same(bits(engine.state), plain(12)[0])
 
 
 def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
@@ -870,7 +832,7 @@ def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
         with pytest.raises(ShardsLost):
             list(engine.run(stream))
         engine.tables.dead.clear()
-        engine.enter(Watcher(engine, events))
+        engine.enter(Restoring(events))
         list(engine.run(stream))
     assert ("recover", 6, [1]) in events
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 6 else state

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 # A level imports only from the levels above it in this list; within a package any acyclic order will do.
 LEVELS = [
     ["types", "files", "interrupts", "bounds", "metrics", "table_use", "xla"],
-    ["sharding", "ranking", "models"],
+    ["sharding", "ranking", "models", "callbacks"],
     ["embedding", "losses"],
     ["validate", "data", "checkpoint"],
     ["step", "prefetch"],

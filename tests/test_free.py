@@ -23,7 +23,7 @@ import numpy as np
 import optax
 import pytest
 from meetings import Clock, in_meet
-from world import batch_of, frames, interrupt_when, join_all, loss, no_threads_left, until, workers
+from world import at_step, batch_of, frames, interrupt_when, join_all, loss, no_threads_left, until, workers
 
 from jaxrec import Task, make_eval_step, make_mesh
 from jaxrec.checkpoint import Checkpointer, restore
@@ -41,10 +41,9 @@ from jaxrec.shadowsync import (
     easgd,
     model_averaging,
     train_freely,
-    train_stretch,
 )
 from jaxrec.shadowsync.free import StreamSplitter
-from jaxrec.shadowsync.workers import Trainer
+from jaxrec.shadowsync.workers import Trainer, train_stretch
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 PARAMS = {"w": jnp.ones(4)}
@@ -352,8 +351,8 @@ def engine(trainers=2, rule=None, tables="host", task=TASK, **more):
     return FreeTrainers(task, task.init(PARAMS, tables), rule, **more)
 
 
-def trained(engine, batches, hooks=()):
-    return [(int(state.dense.step), metrics) for state, metrics in engine.run(batches, hooks)]
+def trained(engine, batches):
+    return [(int(state.dense.step), metrics) for state, metrics in engine.run(batches)]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +397,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_every_batch_is_trained_once_and_hooks_see_all_at_rest(name):
+def test_every_batch_is_trained_once_and_callbacks_see_all_at_rest(name):
     rule, more = GROUPS[name]
     counted, given, seen = Counted(57), itertools.count(), []
     tables = HostTables.create(SPEC, sgd(1.0))
@@ -409,15 +408,15 @@ def test_every_batch_is_trained_once_and_hooks_see_all_at_rest(name):
             next(given)
             yield batch
 
-    def hook(state, step, plans, metrics):
-        assert plans is None and next(given) - len(seen) == step == int(state.dense.step)
-        seen.append(step)
-        steps = state.dense.opt_state.steps
-        assert steps.sum() == step and np.asarray(state.dense.params["w"]).shape == (2, 4)
-        return state
+    def look(info):
+        dense = info.state.dense
+        assert info.plans == {} and next(given) - len(seen) == info.step == int(dense.step)
+        seen.append(info.step)
+        assert dense.opt_state.steps.sum() == info.step and np.asarray(dense.params["w"]).shape == (2, 4)
 
-    with engine(2, rule, tables, counting_at(0.0, 1.0), workers=2, stretch_steps=20, **more) as trainers:
-        found = trained(trainers, batches(), [hook])
+    options = {"callbacks": [look], "workers": 2, "stretch_steps": 20, **more}
+    with engine(2, rule, tables, counting_at(0.0, 1.0), **options) as trainers:
+        found = trained(trainers, batches())
         figures = trainers.figures()
     assert seen == [20, 40, 57] == [step for step, _ in found]
     np.testing.assert_allclose(Counted.gained(tables, before), counted.times, rtol=1e-5)
@@ -433,14 +432,12 @@ def test_every_batch_is_trained_once_and_hooks_see_all_at_rest(name):
 def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
     rule, more = GROUPS[name]
 
-    def save(state, step, plans, metrics):
-        if step == 6:
-            with Checkpointer(tmp_path) as checkpointer:
-                checkpointer.save(state)
-        return state
+    def save(state):
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(state)
 
-    with engine(2, rule, stretch_steps=3, **more) as first:
-        trained(first, stream(0, 6), [save])
+    with engine(2, rule, stretch_steps=3, callbacks=[at_step(6, save)], **more) as first:
+        trained(first, stream(0, 6))
         kept = jax.tree.map(np.array, (first.state.dense, first.tables.shards))
     with engine(2, rule, stretch_steps=5, **more) as second:
         state, image = restore(tmp_path, second.state)
@@ -460,8 +457,8 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
 def test_one_trainer_that_goes_on_from_a_save_is_one_run(tmp_path):
     options = {"rule": bmuf(momentum=0.5), "every_steps": 3, "stretch_steps": 5}
     with engine(1, **options) as whole, engine(1, **options) as second, Checkpointer(tmp_path) as checkpointer:
-        save = lambda state, step, plans, metrics: [step == 15 and checkpointer.save(state), state][1]
-        trained(whole, stream(0, 30), [save])
+        whole.enter(at_step(15, checkpointer.save))
+        trained(whole, stream(0, 30))
         checkpointer.wait()
         state, image = restore(tmp_path, second.state)
         assert image.step == 15
@@ -539,25 +536,28 @@ def test_programs_are_compiled_once_for_all_stretches_and_engines():
     assert traced["loss"] == first > 0
 
 
-def test_a_hook_that_raises_leaves_a_state_to_go_on_from():
-    def hook(state, step, plans, metrics):
+def test_a_callback_that_raises_leaves_a_state_to_go_on_from():
+    def fail(state):
         raise RuntimeError("no room")
 
     batches = stream(0, 9)
-    with engine(2, model_averaging(), stretch_steps=3) as trainers:
+    with engine(2, model_averaging(), stretch_steps=3, callbacks=[at_step(3, fail)]) as trainers:
         with pytest.raises(RuntimeError, match="no room"):
-            trained(trainers, batches, [hook])
+            trained(trainers, batches)
         assert trainers.step == 3 and not trainers.running
         assert [step for step, _ in trained(trainers, batches)] == [6, 9]
         assert no_threads_left()
 
 
-def test_the_parameters_that_a_hook_returns_are_trained():
-    def hook(state, step, plans, metrics):
-        return state._replace(dense=state.dense._replace(params={"w": 0 * state.dense.params["w"] + step}))
+def test_the_parameters_that_a_callback_returns_are_trained():
+    def change(info):
+        if info.step <= 6:
+            dense = info.state.dense
+            return info.state._replace(dense=dense._replace(params={"w": 0 * dense.params["w"] + info.step}))
 
-    with engine(2, task=Task(SPEC, loss, optax.sgd(0.0), ROWS), stretch_steps=3) as trainers:
-        found = [np.asarray(state.dense.params["w"])[:, 0] for state, _ in trainers.run(stream(0, 6), [hook])]
+    task = Task(SPEC, loss, optax.sgd(0.0), ROWS)
+    with engine(2, task=task, stretch_steps=3, callbacks=[change]) as trainers:
+        found = [np.asarray(state.dense.params["w"])[:, 0] for state, _ in trainers.run(stream(0, 6))]
         np.testing.assert_array_equal(found, [[3, 3], [6, 6]])
         trained(trainers, stream(0, 3))
         np.testing.assert_array_equal(trainers.state.dense.params["w"], np.full((2, 4), 6))
@@ -588,7 +588,7 @@ def test_ctrl_c_ends_a_stretch_with_a_whole_state():
         assert trainers.step == len(given) + 3
 
 
-def test_a_signal_that_a_handler_takes_ends_the_stretch_and_the_hooks_see_it():
+def test_a_signal_that_a_handler_takes_ends_the_stretch_and_the_callbacks_see_it():
     asked, given, seen = [], [], []
 
     def batches():
@@ -596,16 +596,16 @@ def test_a_signal_that_a_handler_takes_ends_the_stretch_and_the_hooks_see_it():
             given.append(batch)
             yield batch
 
-    def stop(state, step, plans, metrics):
-        seen.append(step)
+    def stop(info):
+        seen.append(info.step)
         raise StopAsyncIteration("saved") if asked else AssertionError("nobody has asked")
 
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
-        with engine(2, model_averaging(), stretch_steps=10**9, every_steps=2) as trainers:
+        with engine(2, model_averaging(), callbacks=[stop], stretch_steps=10**9, every_steps=2) as trainers:
             thread = interrupt_when(lambda: len(given) > 20)
             with pytest.raises(StopAsyncIteration, match="saved"):
-                trained(trainers, batches(), [stop])
+                trained(trainers, batches())
             join_all([thread])
             assert seen == [trainers.step] == [len(given)] and asked == [signal.SIGINT]
     finally:
@@ -638,9 +638,13 @@ def test_a_trainer_that_fails_is_named_and_the_state_is_refused_until_it_is_rest
     rule, more = GROUPS[name]
     tables = FailsOnce.create(SPEC, ROWS).failing_at(13, OSError("the memory is gone"))
     with engine(2, rule, tables, stretch_steps=5, **more) as trainers, Checkpointer(tmp_path) as checkpointer:
-        save = lambda state, step, plans, metrics: [checkpointer.save(state), state][1]
+
+        @trainers.enter
+        def save(info):
+            checkpointer.save(info.state)
+
         with pytest.raises(OSError, match="the memory is gone") as caught:
-            trained(trainers, stream(0, 50), [save])
+            trained(trainers, stream(0, 50))
         assert "of trainer" in caught.value.__notes__[0] and no_threads_left()
         with pytest.raises(ValueError, match="began at step 10: rows have changed.*`reset`"):
             trainers.state  # noqa: B018

@@ -36,22 +36,22 @@ state = task.init({"bias": jnp.zeros(())}, "host")
 """
 
 UNDER_OAC = """
-from jaxrec.loop import evaluate, planned
+from jaxrec import evaluate, every, planned
 held_out, predictions = [batch(1000 + n) for n in range(4)], jaxrec.make_eval_step(spec, predict)
-with Pipeline(task, state, window=4) as pipeline:
-    for state, metrics in pipeline.run(map(batch, range(300))):
-        if pipeline.step % 100 == 0:
-            pipeline.drain()
-            print(metrics["loss"], evaluate(state, planned(spec, held_out), predictions)["auc"])
+def report(info):
+    pipeline.drain()
+    print(info.metrics["loss"], evaluate(info.state, planned(spec, held_out), predictions)["auc"])
+with Pipeline(task, state, [every(100, report)], window=4) as pipeline:
+    pipeline.train(map(batch, range(300)))
 """
 
 WITH_CPR = """
 from jaxrec.cpr import Recovery, measure, mfu, plan_recovery
 state, costs = measure(state, "run", mtbf_hours=0.5, total_hours=1, reschedule_hours=0.01)
 saves = plan_recovery(costs, target_pls=0.1).in_steps(seconds_per_step=12)
-with Pipeline(task, state, window=4) as pipeline:
-    recovery = pipeline.enter(Recovery(pipeline, "run", **saves, scheme=mfu(), failures={200: [2, 5]}))
-    losses = [metrics["loss"] for _, metrics in pipeline.run(map(batch, range(300)), hooks=[recovery.hook])]
+recovery = Recovery("run", **saves, scheme=mfu(), failures={200: [2, 5]})
+with Pipeline(task, state, [recovery], window=4) as pipeline:
+    losses = [metrics["loss"] for _, metrics in pipeline.run(map(batch, range(300)))]
 print(*losses[-20:])
 print(recovery.failed, recovery.pls, recovery.saves)
 """

@@ -7,18 +7,18 @@ import pytest
 from test_engine import TASK, batch_at, bits, fresh, plain, same, stream_from
 from world import batch_of
 
+from jaxrec import Serial
 from jaxrec.checkpoint import deltas, images, read_manifest, restore
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import capacity_of
-from jaxrec.loop import Serial, train
 from jaxrec.oac import Pipeline
 
 HOMES = {"serial over host tables": "host", "serial over device tables": "device", "pipeline": "host"}
 of_both = pytest.mark.parametrize("name", HOMES)
 
 
-def engine_over(state, name):
-    return Pipeline(TASK, state, window=3) if name == "pipeline" else Serial(TASK, state)
+def engine_over(state, name, callbacks=()):
+    return Pipeline(TASK, state, callbacks, window=3) if name == "pipeline" else Serial(TASK, state, callbacks)
 
 
 def wide_and_narrow():
@@ -31,15 +31,14 @@ def wide_and_narrow():
 def test_an_engine_plans_with_the_capacities_of_the_run_that_it_goes_on_with(kind):
     capacities, (wide, narrow) = [], wide_and_narrow()
 
-    def note(state, step, plans, metrics):
-        capacities.append(capacity_of(plans)["width_4"])
-        return state
+    def note(info):
+        capacities.append(capacity_of(info.plans)["width_4"])
 
-    with kind(TASK, fresh("host")) as engine:
-        list(engine.run([wide, narrow], [note]))
+    with kind(TASK, fresh("host"), [note]) as engine:
+        engine.train([wide, narrow])
     for capacity in ({"width_4": capacities[-1]}, None):
-        with kind(TASK, fresh("host"), capacity=capacity) as engine:
-            list(engine.run([narrow], [note]))
+        with kind(TASK, fresh("host"), [note], capacity=capacity) as engine:
+            engine.train([narrow])
     assert capacities[0] == capacities[1] == capacities[2] > capacities[3]  # the last is the negative control
 
 
@@ -48,28 +47,27 @@ def test_an_engine_plans_with_the_capacities_of_the_run_that_it_goes_on_with(kin
 def test_capacities_that_are_none_are_refused(kind, wrong):
     with kind(TASK, fresh("host"), capacity=wrong) as engine:
         with pytest.raises(ValueError, match="capacity=.* must be one positive number for each"):
-            list(engine.run(stream_from(0, 1)))
+            engine.train(stream_from(0, 1))
 
 
-def recovery_of(engine, directory, **more):
-    return Recovery(engine, directory, 4, 12, **{"scheme": mfu(), "fraction": 0.5} | more)
+def recovery_of(directory, **more):
+    return Recovery(directory, 4, 12, **{"scheme": mfu(), "fraction": 0.5} | more)
 
 
 @of_both
 def test_from_a_whole_save_a_run_goes_on_with_the_same_bits(tmp_path, name):
-    state = fresh(HOMES[name])
-    with engine_over(state, name) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path, fraction=0.1))
-        list(engine.run(stream_from(0, 7), [recovery.hook]))
+    recovery = recovery_of(tmp_path, fraction=0.1)
+    with engine_over(fresh(HOMES[name]), name, [recovery]) as engine:
+        engine.train(stream_from(0, 7))
         at_seven = bits(plain_state(engine))
         recovery.save_whole()
-        list(engine.run(stream_from(7, 12), [recovery.hook]))  # later steps are in no whole image
+        engine.train(stream_from(7, 12))  # later steps are in no whole image
     state, image = restore(images(tmp_path)[0], fresh(HOMES[name]))
     assert image.step == 7 and same(bits(state), at_seven)
     restored, tip = restore(tmp_path, fresh(HOMES[name]))
     assert tip.step == 12 and not same(bits(restored), plain(12, HOMES[name])[0])  # mixed steps: negative control
     with engine_over(state, name) as engine:
-        train(engine, stream_from)
+        engine.train(stream_from)
         assert same(bits(plain_state(engine)), plain(12, HOMES[name])[0])
 
 
@@ -81,15 +79,15 @@ def plain_state(engine):
 
 @of_both
 def test_after_a_whole_save_the_recovery_itself_goes_on(tmp_path, name):
-    with engine_over(fresh(HOMES[name]), name) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path))
-        list(engine.run(stream_from(0, 6), [recovery.hook]))
+    recovery = recovery_of(tmp_path)
+    with engine_over(fresh(HOMES[name]), name, [recovery]) as engine:
+        engine.train(stream_from(0, 6))
         recovery.save_whole()
     state, image = restore(tmp_path, fresh(HOMES[name]))
-    with engine_over(state, name) as engine:
-        again = engine.enter(recovery_of(engine, tmp_path, image=image))
+    again = recovery_of(tmp_path, image=image)
+    with engine_over(state, name, [again]) as engine:
         before = again.saves
-        train(engine, stream_from, [again.hook])
+        engine.train(stream_from)
         assert (again.pls, before) == (0.0, recovery.saves) and again.saves > before
         assert same(bits(plain_state(engine)), plain(12, HOMES[name])[0])
 
@@ -97,43 +95,37 @@ def test_after_a_whole_save_the_recovery_itself_goes_on(tmp_path, name):
 @of_both
 @pytest.mark.parametrize("scheme", [None, mfu()])
 def test_what_the_caller_saves_along_is_of_the_step_of_the_save(tmp_path, name, scheme):
-    with engine_over(fresh(HOMES[name]), name) as engine:
-        extra = lambda step: {"position": step}
-        recovery = engine.enter(recovery_of(engine, tmp_path, scheme=scheme, run="of-mine", extra=extra))
-        list(engine.run(stream_from(0, 10), [recovery.hook]))
+    recovery = recovery_of(tmp_path, scheme=scheme, run="of-mine", extra=lambda step: {"position": step})
+    with engine_over(fresh(HOMES[name]), name, [recovery]) as engine:
+        engine.train(stream_from(0, 10))
     found = [read_manifest(path) for path in (*images(tmp_path), *deltas(tmp_path))]
     assert len(found) > 1 and {image.run for image in found} == {"of-mine"}
     assert all(image.extra["position"] == image.step and "pls" in image.extra["cpr"] for image in found)
 
 
 def test_a_name_that_the_recovery_needs_is_refused(tmp_path):
-    with Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path, extra=lambda step: {"cpr": step}))
+    recovery = recovery_of(tmp_path, extra=lambda step: {"cpr": step})
+    with Serial(TASK, fresh("host"), [recovery]):
         with pytest.raises(ValueError, match="extra holds 'cpr'"):
             recovery.save_whole()
 
 
 @of_both
 def test_a_whole_save_comes_between_two_steps_and_within_the_block(tmp_path, name):
-    def inside(state, step, *_):
+    recovery = recovery_of(tmp_path)
+    engine = engine_over(fresh(HOMES[name]), name, [recovery, lambda info: recovery.save_whole()])
+    with pytest.raises(ValueError, match="this recovery has not begun"):
         recovery.save_whole()
-        return state
-
-    with engine_over(fresh(HOMES[name]), name) as engine:
-        recovery = recovery_of(engine, tmp_path)
-        with pytest.raises(ValueError, match="enter the recovery"):
-            recovery.save_whole()
-        engine.enter(recovery)
-        with pytest.raises(ValueError, match="was read in a hook"):
-            list(engine.run(stream_from(0, 2), [recovery.hook, inside]))
+    with engine, pytest.raises(ValueError, match="was read in `after_step`"):
+        engine.train(stream_from(0, 2))
     with pytest.raises(ValueError, match="closed"):
         recovery.save_whole()
 
 
 def test_a_whole_save_that_cannot_be_written_is_raised_and_training_goes_on(tmp_path):
-    with Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path))
-        list(engine.run([batch_at(n) for n in range(3)], [recovery.hook]))
+    recovery = recovery_of(tmp_path)
+    with Serial(TASK, fresh("host"), [recovery]) as engine:
+        engine.train([batch_at(n) for n in range(3)])
         (tmp_path / "step_00000003.partial").write_text("in the way of the directory")
         os.chmod(tmp_path, 0o755)
         with pytest.raises(OSError, match="File exists"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxrec import StepInfo
 from jaxrec.shadowsync import (
     AllToAll,
     Centre,
@@ -123,10 +124,10 @@ def test_with_a_centre_all_end_with_its_parameters():
 
 
 def test_a_train_state_is_taken_as_plain_parameters_are():
-    """Likewise by the hook, which `fit` and `Pipeline` call."""
+    """Likewise in `after_step`, which an engine calls."""
     state = TrainState(DenseState(jnp.int32(4), {"w": jnp.array([[0.0] * 3, [8.0] * 3])}, {}), "tables")
     with SyncGroup(model_averaging(1.0), PARAMS, 1, every_steps=1).trainer(0) as sync:
-        found = sync.hook(state, 1, None, None)
+        found = sync.after_step(StepInfo(state, 1, {}, {}))
         ended = sync.finish(found)
     for each in (found, ended):
         np.testing.assert_array_equal(each.dense.params["w"], np.full((2, 3), 4.0))

@@ -30,7 +30,7 @@ import jaxrec.models.dlrm, jaxrec.data.synthetic, jaxrec.data.criteo
 def test_the_front_door_is_open_and_its_tour_names_what_there_is():
     """All names of the quick start exist, and `help(jaxrec)` mentions only existing techniques."""
     assert all(hasattr(jaxrec, name) for name in jaxrec.__all__)
-    assert {"Serial", "train", "fit", "evaluate", "SyntheticClicks", "DLRM", "adagrad"} <= set(jaxrec.__all__)
+    assert {"Serial", "Callback", "every", "evaluate", "SyntheticClicks", "DLRM", "adagrad"} <= set(jaxrec.__all__)
     tour = jaxrec.__doc__ or ""
     assert 15 <= len(tour.strip().splitlines()) <= 25
     for package, name in re.findall(r"^    (jaxrec\.\w+) .*`(\w+)`$", tour, re.MULTILINE):

@@ -1,6 +1,6 @@
 """A snapshot whose save meets lost shards is saved again after their recovery: whole, at the run's current step."""
 
-import contextlib
+import functools
 import threading
 import traceback
 
@@ -11,9 +11,9 @@ from mortal import MortalTables
 from test_engine import SPEC, TASK, batch_at, bits, fresh, plain, same
 from world import until
 
+from jaxrec import Callback, Serial
 from jaxrec.checkpoint import deltas, restore
 from jaxrec.cpr import Recovery, mfu
-from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
@@ -36,14 +36,14 @@ class Watched(MortalTables):
         return super().parts(stack)
 
 
-ENGINES = {"serial": lambda state: Serial(TASK, state), "pipeline": lambda state: Pipeline(TASK, state, window=4)}
+ENGINES = {"serial": functools.partial(Serial, TASK), "pipeline": functools.partial(Pipeline, TASK, window=4)}
 each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
 
-def recovery_of(engine, directory, pick_ahead_steps):
+def recovery_of(directory, pick_ahead_steps):
     """A recovery whose every save is a regular one, with all rows touched by the time they are picked."""
     more = {"scheme": mfu(), "fraction": 1.0, "pick_ahead_steps": pick_ahead_steps}
-    return Recovery(engine, directory, SAVE_EVERY, 40, **more)
+    return Recovery(directory, SAVE_EVERY, 40, **more)
 
 
 def batches(stop):
@@ -55,13 +55,12 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
     """An image with the snapshot's step but a later dense state would train batches twice."""
     states = {}
 
-    def keep(state, step, plans, metrics):
-        states[step] = jax.tree.map(np.array, state.dense)
-        return state
+    def keep(info):
+        states[info.step] = jax.tree.map(np.array, info.state.dense)
 
-    with make(mortal(save=2)) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path, 2))
-        list(engine.run(batches(3 * SAVE_EVERY), [keep, recovery.hook]))
+    recovery = recovery_of(tmp_path, 2)
+    with make(mortal(save=2), [keep, recovery]) as engine:
+        engine.train(batches(3 * SAVE_EVERY))
         # The third save picks its rows ahead, once the late snapshot has ended; one that never ended would block it.
         assert recovery.failed == 1 and recovery.saves == 3
     assert not same(bits(engine.state), plain(3 * SAVE_EVERY)[0])  # negative control: the run has noticed the loss
@@ -77,20 +76,18 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
     """Under OAC the late save reads its rows while later batches are committed; these are not part of it."""
     told = threading.Event()
 
-    def tell(state, step, plans, metrics):
-        if step > late.get("from", 99):
+    def tell(info):
+        if info.step > late.get("from", 99):
             told.set()
-        return state
 
     def wait_in_the_late_save():
         if threading.current_thread() is not threading.main_thread() and recovery.failed and not told.is_set():
             assert told.wait(60)
 
-    late, state = {}, mortal(save=1, kind=Watched)
-    with make(state) as engine:
-        recovery = engine.enter(recovery_of(engine, tmp_path, 0))
+    late, state, recovery = {}, mortal(save=1, kind=Watched), recovery_of(tmp_path, 0)
+    with make(state, [recovery, tell]) as engine:
         state.tables.__dict__["look"] = wait_in_the_late_save
-        for _ in engine.run(batches(2 * SAVE_EVERY), [recovery.hook, tell]):
+        for _ in engine.run(batches(2 * SAVE_EVERY)):
             if recovery.failed and not late:
                 late["from"] = engine.step
         assert late and (told.is_set() or isinstance(engine, Serial))
@@ -100,29 +97,25 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         assert same(bits(engine.state), wanted)  # the last step's save holds all touched rows
 
 
-class NoSuccessor(contextlib.AbstractContextManager):
-    """A watcher that replaces no server."""
+class NoSuccessor(Callback):
+    """A callback that replaces no server."""
 
     def recover(self, shards):
         raise OSError("no machine is left")
-
-    def __exit__(self, *error):
-        pass
 
 
 @each
 def test_a_run_that_lost_shards_have_ended_goes_on_from_its_last_save(tmp_path, make):
     """A snapshot that the reset dropped used to block the thread that picks ahead, and the next save."""
-    with make(mortal(save=2)) as engine:
-        engine.enter(NoSuccessor())
-        recovery = engine.enter(recovery_of(engine, tmp_path, 2))
+    recovery = recovery_of(tmp_path, 2)
+    with make(mortal(save=2), [NoSuccessor(), recovery]) as engine:
         with pytest.raises(OSError, match="no machine is left"):
-            list(engine.run(batches(40), [recovery.hook]))
+            engine.train(batches(40))
         wanted = Serial(TASK, restore(tmp_path, fresh("host"))[0])
         engine.reset(restore(tmp_path, fresh("host"))[0])
         assert engine.step == SAVE_EVERY
-        for each_engine, hooks in ((engine, [recovery.hook]), (wanted, [])):
-            list(each_engine.run(map(batch_at, range(SAVE_EVERY, 40)), hooks))
+        for one in (engine, wanted):
+            one.train(map(batch_at, range(SAVE_EVERY, 40)))
         assert same(bits(engine.state), bits(wanted.state)) and recovery.failed == 0
 
 
@@ -140,9 +133,9 @@ class Fading(MortalTables):
 
 @each
 def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_path, make):
-    with make(mortal(kind=Fading)) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, SAVE_EVERY, 40, copy="shards"))
-        list(engine.run(batches(SAVE_EVERY + 3), [recovery.hook]))
+    recovery = Recovery(tmp_path, SAVE_EVERY, 40, copy="shards")
+    with make(mortal(kind=Fading), [recovery]) as engine:
+        engine.train(batches(SAVE_EVERY + 3))
         assert recovery.failed == recovery.saves == 1 and not engine.tables.dead
     assert restore(tmp_path, mortal())[1].step >= SAVE_EVERY
 
@@ -151,7 +144,7 @@ def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_p
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
     """At the same step: within the run, or before the next run if the shards are restored in between."""
     saved, stream = [], iter([*batches(12)])
-    engine = Serial(TASK, mortal())
+    engine = Serial(TASK, mortal(), [Reviver()] if within else [])
 
     def save(state):
         if not saved:
@@ -161,32 +154,22 @@ def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
 
     engine.snapshot_at(8, save)
     with engine:
-        if within:
-            engine.enter(Reviver(engine))
-            list(engine.run(stream))
-        else:
-            with pytest.raises(ShardsLost, match=r"shards \[1\] are lost"):
-                list(engine.run(stream))
-            with pytest.raises(ShardsLost, match=r"shards \[1\] are lost"):  # still
-                list(engine.run(stream))
+        if not within:
+            for _ in range(2):  # still
+                with pytest.raises(ShardsLost, match=r"shards \[1\] are lost"):
+                    engine.train(stream)
             assert engine.step == 8
             engine.exclusive(lambda tables: tables)  # a change between runs counts as a recovery
-            list(engine.run(stream))
+        engine.train(stream)
     assert engine.step == 12 and saved[0] == "lost" and len(saved) == 2
     assert saved[1][0] == 8 and same(saved[1][1], plain(8)[0]) and same(bits(engine.state), plain(12)[0])
 
 
-class Reviver:
-    """A watcher that reports shards as restored; here they were never lost."""
+class Reviver(Callback):
+    """A callback that reports shards as restored; here they were never lost."""
 
-    def __init__(self, engine):
+    def begin(self, engine):
         self.engine, self.steps = engine, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        pass
 
     def recover(self, shards):
         self.steps.append(self.engine.step)
@@ -207,15 +190,15 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step)
     def save(state):
         raise ShardsLost([2])
 
-    engine = make(mortal())
+    reviver = Reviver()
+    engine = make(mortal(), [reviver])
     engine.snapshot_at(step, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at (the snapshot of step {step}|step \d+): "),
         engine,
     ):
-        watcher = engine.enter(Reviver(engine))
-        list(engine.run(batches(12)))
-    assert len(watcher.steps) == 8 and watcher.steps[0] >= step
+        engine.train(batches(12))
+    assert len(reviver.steps) == 8 and reviver.steps[0] >= step
 
 
 def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
@@ -225,17 +208,18 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         until(lambda: engine.step > int(state.dense.step))
         raise ShardsLost([2])
 
-    engine = Pipeline(TASK, mortal(), window=4)
+    reviver = Reviver()
+    engine = Pipeline(TASK, mortal(), [reviver], window=4)
     engine.snapshot_at(6, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: restore them"),
         engine,
     ):
-        watcher = engine.enter(Reviver(engine))
-        list(engine.run(batches(100)))
-    assert len(set(watcher.steps)) == len(watcher.steps) == 8 and engine.step < 100
+        engine.train(batches(100))
+    assert len(set(reviver.steps)) == len(reviver.steps) == 8 and engine.step < 100
     engine.reset(TrainState(engine.state.dense, engine.tables))  # discards the snapshot
-    assert len(list(engine.run(batches(3)))) == 3
+    with engine:
+        assert len(list(engine.run(batches(3)))) == 3
 
 
 def test_a_reset_forgets_what_was_to_be_saved_again():
@@ -246,8 +230,8 @@ def test_a_reset_forgets_what_was_to_be_saved_again():
     engine.snapshot_at(2, save)
     with engine:
         with pytest.raises(ShardsLost):
-            list(engine.run(batches(4)))
+            engine.train(batches(4))
         with pytest.warns(UserWarning, match=r"steps \[2\] were not taken, and are forgotten"):
             engine.reset(TrainState(engine.state.dense, engine.tables))
-        list(engine.run(batches(3)))
+        engine.train(batches(3))
     assert engine.step == 5

@@ -9,9 +9,9 @@ import optax
 import pytest
 from smoke import logged, smoke
 
+from jaxrec import Serial
 from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples, load_triples
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
-from jaxrec.loop import fit, planned
 from jaxrec.models.link_prediction import (
     COMPLEX,
     DISTMULT,
@@ -286,7 +286,7 @@ def trained(model: Model, steps, devices=1, groups=1):
     task = Task(spec, make_loss(model, 0.01), optax.sgd(10.0), adagrad(0.1), mesh)
     state = task.init({"relation": 0.1 * normal(6, 16)}, "host")
     batches = TripleBatches(both_directions(GRAPH.train, 3), 60, batch_size=128, negatives=24, groups=groups)
-    state = fit(task, state, planned(spec, batches.stream(0, steps)))
+    state = Serial(task, state).train(batches.stream(0, steps))
     nothing = np.zeros((0, 1), np.int32)
     plans = plan(spec, {"head": np.arange(60, dtype=np.int32), "tail": nothing, "negative": nothing})
     entities = activations(spec, {name: rows.value for name, rows in state.tables.read(plans).items()}, plans)["head"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oac_equivalence import HeldBack, Numbered, same
 from strategies import draw_ids, examples, specs
 from studies.oac_failures import KINDS, Problem, WatchedTables, break_one
-from world import no_threads_left, until
+from world import at_step, no_threads_left, until
 
 import jaxrec
 from jaxrec.checkpoint import restore_shards
@@ -110,16 +110,15 @@ def states_of(batches):
     return states
 
 
-def train(batches, spec=SPEC, mesh=None, late=True, hooks=(), state=None, **options):
+def train(batches, spec=SPEC, mesh=None, late=True, callbacks=(), state=None, **options):
     """Trains through a pipeline; if `late`, write-backs are as late as allowed: (pipeline, (state, losses))."""
     window = {"sync": 0, "semisync": 1}.get(options.get("mode"), options.get("window", 8))
     held = HeldBack(window, len(batches))
-
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
-    with Pipeline(task_of(spec, mesh), state or make_state(spec, mesh), **options) as pipeline:
+    with Pipeline(task_of(spec, mesh), state or make_state(spec, mesh), callbacks, **options) as pipeline:
         pipeline.scheduler_type = Numbered
-        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     return pipeline, (pipeline.state, losses)
 
 
@@ -254,17 +253,10 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
     """As after a shard failure: no row gathered before, or held in the ring, survives."""
     if skip and validation == "device":
         pytest.skip("skipping needs planned sources")
-    batches = make_batches(20)
-
-    def fail(state, step, plan, metrics):
-        if step == 9:
-            pipeline.exclusive(reset)
-        return state
-
+    batches, fail = make_batches(20), at_step(9, lambda state: pipeline.exclusive(reset))
     options = {"window": 5, "loaders": 3, "validation": validation, "skip_stale_reads": skip}
-    pipeline = Pipeline(task_of(SPEC), make_state(), **options)
-    with pipeline:
-        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, [fail])]
+    with Pipeline(task_of(SPEC), make_state(), [fail], **options) as pipeline:
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
     assert same((pipeline.state, losses), expected)
     assert not same(expected, plain_loop(batches))

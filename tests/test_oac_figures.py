@@ -147,8 +147,8 @@ def test_no_row_is_sent_that_a_batch_of_the_window_has_written():
     for way, options in SAVINGS.items():
         seen, _, found = bytes_of_run(batches, spec=spec, window=window, **options)
         moved[way] = seen
-        keep = lambda state, step, plans, metrics: (capacity.update(capacity_of(plans)), state)[1]
-        pipeline, again = train(batches, spec, late=False, window=window, hooks=[keep], **options)
+        keep = lambda info: capacity.update(capacity_of(info.plans))
+        pipeline, again = train(batches, spec, late=False, window=window, callbacks=[keep], **options)
         compiled[way] = pipeline.compilations
         assert same(found, again)
     rows = [set(np.unique(batch.ids["t"])) for batch in batches]
@@ -259,8 +259,8 @@ def growth(number, **options):
     """Growth of (memory blocks, items in containers, live arrays) between batches n/2 and n of a run."""
     found = []
 
-    def look(state, step, plan, metrics):
-        if step in (number // 2, number):
+    def look(info):
+        if info.step in (number // 2, number):
             pipeline.drain()
             # Planned as far ahead as possible, so that the same number is in flight both times.
             scheduler, depth = pipeline.scheduler, pipeline.window + 1
@@ -268,11 +268,9 @@ def growth(number, **options):
             until(full)
             gc.collect()
             found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
-        return state
 
-    with Pipeline(task_of(SPEC), make_state(), window=4, **options) as pipeline:
-        for _ in pipeline.run(itertools.islice(steady_batches(), number + 20), [look]):
-            pass
+    with Pipeline(task_of(SPEC), make_state(), [look], window=4, **options) as pipeline:
+        pipeline.train(itertools.islice(steady_batches(), number + 20))
     return tuple(b - a for a, b in zip(*found, strict=True))
 
 
@@ -376,14 +374,10 @@ class Measured:
         state = make_state(spec, features=batches[0].dense.shape[1])
         self.dense = sum(leaf.nbytes for leaf in jax.tree.leaves(state.dense))
         kind = pipeline_with(lambda update: functools.partial(self.update, update))
-        with kind(task_of(spec), state, send=self.send, fetch=self.fetch, **options) as self.pipeline:
+        keep = lambda info: self.capacity.update(capacity_of(info.plans))
+        with kind(task_of(spec), state, [keep], send=self.send, fetch=self.fetch, **options) as self.pipeline:
             self.pipeline.snapshot_at(cut_at, self.save)
-            for _ in self.pipeline.run(batches, [self.hook]):
-                pass
-
-    def hook(self, state, step, plans, metrics):
-        self.capacity = capacity_of(plans)
-        return state
+            self.pipeline.train(batches)
 
     def send(self, tree, placement):
         found = jax.device_put(tree, placement)

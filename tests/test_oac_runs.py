@@ -45,11 +45,10 @@ from world import ctrl_c as ctrl_c  # a fixture
 from world import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
-from jaxrec import BrokenEngine
+from jaxrec import BrokenEngine, Callback, planned
 from jaxrec.checkpoint import restore_shards, snapshot
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
-from jaxrec.loop import planned
 from jaxrec.oac import Pipeline
 from jaxrec.oac.pipeline import live_pipelines
 from jaxrec.oac.scheduler import BatchScheduler
@@ -65,9 +64,9 @@ def reset_at(step):
     return lambda now, state: now == step and reset(state.tables)
 
 
-def losses_of(pipeline, batches, hooks=()):
+def losses_of(pipeline, batches):
     with pipeline:
-        return [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
+        return [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
 
 
 @pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
@@ -80,14 +79,12 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
         assert changed.wait(60)
         yield from batches[7:]
 
-    def change(state, step, plan, metrics):
-        if step == 7:
-            pipeline.exclusive(reset)
-            changed.set()
-        return state
+    def change(state):
+        pipeline.exclusive(reset)
+        changed.set()
 
-    pipeline = Pipeline(task_of(SPEC), make_state(), window=5, **options)
-    losses = losses_of(pipeline, stream(), [change])
+    pipeline = Pipeline(task_of(SPEC), make_state(), [at_step(7, change)], window=5, **options)
+    losses = losses_of(pipeline, stream())
     assert same((pipeline.state, losses), plain_loop(batches, after=reset_at(7)))
 
 
@@ -155,19 +152,18 @@ def test_semisync_is_one_batch_stale_after_exclusive_too():
                 lambda: scheduler.first + at in scheduler.fetched.found and is_inside(threading.Condition.wait, writer)
             )
 
-    def change(state, step, plan, metrics):
-        if step == at:
-            pipeline.drain()
-            scheduler = pipeline.scheduler
-            until(lambda: scheduler.last_gathered >= scheduler.committed + 1)
-            changed.append(step)
-            pipeline.exclusive(reset)
-        return state
+    def change(state):
+        pipeline.drain()
+        scheduler = pipeline.scheduler
+        until(lambda: scheduler.last_gathered >= scheduler.committed + 1)
+        changed.append(at)
+        pipeline.exclusive(reset)
 
     changed: list = []
-    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_read=wait), mode="semisync", loaders=1)
+    state, callbacks = watched(make_state(), before_read=wait), [at_step(at, change)]
+    pipeline = Pipeline(task_of(SPEC), state, callbacks, mode="semisync", loaders=1)
     pipeline.scheduler_type = Looking
-    losses = losses_of(pipeline, batches, [change])
+    losses = losses_of(pipeline, batches)
     assert same((pipeline.state, losses), plain_loop(batches, delay=1, after=reset_at(at)))
 
 
@@ -204,17 +200,14 @@ def mortal(*deaths):
     return state._replace(tables=MortalTables.of(state.tables, deaths))
 
 
-class Reviver:
-    """A watcher that restores shards to initial rows, and records the steps."""
+class Reviver(Callback):
+    """Restores shards to initial rows, and records the steps."""
 
-    def __init__(self, engine):
-        self.engine, self.lost = engine, []
+    def __init__(self):
+        self.lost = []
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        pass
+    def begin(self, engine):
+        self.engine = engine
 
     def recover(self, shards):
         self.lost.append((self.engine.step, shards))
@@ -232,17 +225,17 @@ def serial_loop(lost, batches=BATCHES, delay=0):
     return plain_loop(batches, delay=delay, after=lose)
 
 
-def train_mortal(state, batches=BATCHES, hooks=(), watch=True, **options):
-    """(pipeline, watcher, losses) of a run in which shards die."""
-    with Pipeline(task_of(SPEC), state, **({"window": 3} | options)) as pipeline:
-        watcher = pipeline.enter(Reviver(pipeline)) if watch else None
-        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches, hooks)]
+def train_mortal(state, **options):
+    """(pipeline, reviver, losses) of a run in which shards die."""
+    reviver = Reviver()
+    pipeline = Pipeline(task_of(SPEC), state, [reviver], **({"window": 3} | options))
+    losses = losses_of(pipeline, BATCHES)
     assert no_threads_left()
-    return pipeline, watcher, losses
+    return pipeline, reviver, losses
 
 
-def is_serial(pipeline, watcher, losses, **options):
-    return same((pipeline.state, losses), serial_loop(watcher.lost, **options))
+def is_serial(pipeline, reviver, losses, **options):
+    return same((pipeline.state, losses), serial_loop(reviver.lost, **options))
 
 
 # ---- shards that are lost
@@ -253,16 +246,16 @@ def is_serial(pipeline, watcher, losses, **options):
 def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
     """One death is at the last write-back, when no thread is left to gather again."""
     window = {} if "mode" not in options else {"window": None}
-    pipeline, watcher, losses = train_mortal(mortal(death), **options | window)
-    assert [shards for _, shards in watcher.lost] == [(death[2],)]
-    assert is_serial(pipeline, watcher, losses, delay=int(options.get("mode") == "semisync"))
+    pipeline, reviver, losses = train_mortal(mortal(death), **options | window)
+    assert [shards for _, shards in reviver.lost] == [(death[2],)]
+    assert is_serial(pipeline, reviver, losses, delay=int(options.get("mode") == "semisync"))
     assert not same((pipeline.state, losses), serial_loop([]))
 
 
 def test_async_brings_shards_back_too():
-    pipeline, watcher, losses = train_mortal(mortal(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
+    pipeline, reviver, losses = train_mortal(mortal(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
     # In one recovery or two: a write of an older batch may meet its death during the read.
-    assert {shard for _, shards in watcher.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
+    assert {shard for _, shards in reviver.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
 
 
@@ -270,9 +263,9 @@ def test_async_brings_shards_back_too():
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
     """Each stage may hit the loss once, before it is known."""
-    pipeline, watcher, _ = train_mortal(mortal((kind, 6, 1)), window=5, loaders=1, **skips)
+    pipeline, reviver, _ = train_mortal(mortal((kind, 6, 1)), window=5, loaders=1, **skips)
     calls = pipeline.tables.calls
-    assert len(watcher.lost) == 1 and calls["refused read"] <= 1 and calls["refused write"] <= 1
+    assert len(reviver.lost) == 1 and calls["refused read"] <= 1 and calls["refused write"] <= 1
     assert calls["refused read"] + calls["refused write"] > 0
 
 
@@ -307,36 +300,35 @@ def test_a_loss_that_two_stages_meet_is_recovered_once():
         assert Numbered.mine.batch != 4 or pipeline.tables.begun.wait(60)
         return jax.tree.map(np.asarray, tree)
 
-    gone = lambda scheduler: until(lambda: scheduler.lost_shards)
-    with pipeline_over_waiting(("write", 4, 1), gone, Late, fetch=fetch) as pipeline:
-        watcher = pipeline.enter(Reviver(pipeline))
+    reviver, gone = Reviver(), lambda scheduler: until(lambda: scheduler.lost_shards)
+    with pipeline_over_waiting(("write", 4, 1), gone, Late, callbacks=[reviver], fetch=fetch) as pipeline:
         list(pipeline.run(BATCHES))
     assert pipeline.tables.calls["refused read"] == pipeline.tables.calls["refused write"] == 1
-    assert len(watcher.lost) == 1 and equal(pipeline.state, serial_loop(watcher.lost)[0])
+    assert len(reviver.lost) == 1 and equal(pipeline.state, serial_loop(reviver.lost)[0])
 
 
 def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
     def fetch(tree):
         scheduler = pipeline.scheduler
         if Numbered.mine.batch >= 5:  # already committed; written only once the loss is known
-            until(lambda: scheduler.lost_shards or watcher.lost)
+            until(lambda: scheduler.lost_shards or reviver.lost)
         return jax.tree.map(np.asarray, tree)
 
     reached = lambda scheduler: (
         scheduler.committed - scheduler.first >= 6 and min(scheduler.written) - scheduler.first >= 5
     )
     before = lambda scheduler: until(lambda: reached(scheduler))  # writes in flight hit the loss
-    with pipeline_over_waiting(("read", 8, 1), before, Numbered, fetch=fetch) as pipeline:
-        watcher = pipeline.enter(Reviver(pipeline))
+    reviver = Reviver()
+    with pipeline_over_waiting(("read", 8, 1), before, Numbered, callbacks=[reviver], fetch=fetch) as pipeline:
         list(pipeline.run(BATCHES))
     assert pipeline.tables.calls["refused read"] == 1 and pipeline.tables.calls["refused write"] == 0
-    assert len(watcher.lost) == 1 and equal(pipeline.state, serial_loop(watcher.lost)[0])
+    assert len(reviver.lost) == 1 and equal(pipeline.state, serial_loop(reviver.lost)[0])
 
 
-def test_without_a_watcher_that_recovers_run_says_so_and_goes_on_when_they_are_back():
+def test_without_a_callback_that_recovers_run_says_so_and_goes_on_when_they_are_back():
     stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), mortal(("read", 6, 1)), window=3)
     with pipeline:
-        with pytest.raises(ShardsLost, match="no watcher restores them: engine.enter") as raised:
+        with pytest.raises(ShardsLost, match="no callback restores them: give callbacks=") as raised:
             list(pipeline.run(stream))
         assert raised.value.shards == (1,) and not getattr(raised.value, "__notes__", [""])[1:]
         at = pipeline.step
@@ -353,9 +345,9 @@ def test_shards_that_are_lost_while_a_run_is_left_are_told_and_come_back_in_the_
                 break  # its write is due or done
     pipeline.tables.dead.clear()  # an empty successor reports no loss
     with pipeline:
-        watcher = pipeline.enter(Reviver(pipeline))
+        reviver = pipeline.enter(Reviver())
         list(pipeline.run(stream))
-    assert equal(pipeline.state, serial_loop(watcher.lost)[0]) and watcher.lost == [(5, (1,))]
+    assert equal(pipeline.state, serial_loop(reviver.lost)[0]) and reviver.lost == [(5, (1,))]
 
 
 def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
@@ -363,11 +355,11 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
         def recover(self, shards):
             self.lost.append(shards)
 
-    with pytest.raises(ShardsLost, match="again, after 8 recoveries at step"), contextlib.ExitStack() as stack:
-        pipeline = stack.enter_context(Pipeline(task_of(SPEC), mortal(("read", 4, 1)), window=3))
-        watcher = pipeline.enter(Idle(pipeline))
+    idle = Idle()
+    pipeline = Pipeline(task_of(SPEC), mortal(("read", 4, 1)), [idle], window=3)
+    with pytest.raises(ShardsLost, match="again, after 8 recoveries at step"), pipeline:
         list(pipeline.run(BATCHES))
-    assert watcher.lost == [(1,)] * 8 and no_threads_left()
+    assert idle.lost == [(1,)] * 8 and no_threads_left()
 
 
 @pytest.mark.parametrize("skips", [{}, SKIPS])
@@ -375,19 +367,19 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
 def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how, skips):
     saved, step = [], STEPS if how == "at the end" else 6
     write = {"before the save": 5, "in the save": 99, "at the end": STEPS - 1}[how]
-    pipeline = Pipeline(task_of(SPEC), mortal(("write", write, 1)), window=3, **skips)
+    reviver = Reviver()
+    pipeline = Pipeline(task_of(SPEC), mortal(("write", write, 1)), [reviver], window=3, **skips)
 
     def save(state):
-        if how == "in the save" and not pipeline.tables.dead and not watcher.lost:
+        if how == "in the save" and not pipeline.tables.dead and not reviver.lost:
             pipeline.tables.kill(1)
             raise ShardsLost([1])
         saved.append(frozen(state))
 
     pipeline.snapshot_at(step, save)
     with pipeline:
-        watcher = pipeline.enter(Reviver(pipeline))
         list(pipeline.run(BATCHES))
-    ((at, shards),) = watcher.lost
+    ((at, shards),) = reviver.lost
     assert shards == (1,) and at >= step and len(saved) == 1
     assert equal(saved[0], serial_loop([(at, [1])], BATCHES[:at])[0])
     assert equal(pipeline.state, serial_loop([(at, [1])])[0])
@@ -405,10 +397,10 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
         options |= {"skip_stale_reads": skip, "validation": "device" if device else "planned"}
     death = st.tuples(st.sampled_from(["read", "write"]), st.integers(0, STEPS), st.integers(0, 3))
     deaths = data.draw(st.lists(death, min_size=1, max_size=3), label="deaths")
-    pipeline, watcher, losses = train_mortal(mortal(*deaths), mode=mode, **options)
+    pipeline, reviver, losses = train_mortal(mortal(*deaths), mode=mode, **options)
     died = {shard for kind, number, shard in deaths if number < pipeline.tables.calls[kind]}
-    assert {shard for _, shards in watcher.lost for shard in shards} == died
-    assert is_serial(pipeline, watcher, losses, delay=int(mode == "semisync"))
+    assert {shard for _, shards in reviver.lost for shard in shards} == died
+    assert is_serial(pipeline, reviver, losses, delay=int(mode == "semisync"))
     assert pipeline.tables.step == (STEPS if mode != "semisync" else 0)
 
 
@@ -509,22 +501,20 @@ def chain(error):
 # ---- O1: a failure after the commit reaches the caller on leaving, and the pipeline reports itself broken
 
 
-@pytest.mark.parametrize("way", ["break", "close", "body", "hook", "ctrl-c", "exhausted"])
+@pytest.mark.parametrize("way", ["break", "close", "body", "callback", "ctrl-c", "exhausted"])
 def test_rows_that_were_lost_are_told_however_the_run_is_left(way):
     fetch, batches = Failing(2, to_host, may=threading.Event()), make_batches(16)
-    pipeline = pipeline_of(fetch=fetch)
 
-    def leave(state, step, plan, metrics):
-        if step == 5:
-            fetch.may.set()
-            assert fetch.failed.wait(60)
-            if way == "hook":
-                raise KeyError("the hook's")
-        return state
+    def leave(state):
+        fetch.may.set()
+        assert fetch.failed.wait(60)
+        if way == "callback":
+            raise KeyError("the callback's")
 
-    wanted = {"body": KeyError, "hook": KeyError, "ctrl-c": KeyboardInterrupt}.get(way, Broken)
+    pipeline = pipeline_of(fetch=fetch, callbacks=[at_step(5, leave)])
+    wanted = {"body": KeyError, "callback": KeyError, "ctrl-c": KeyboardInterrupt}.get(way, Broken)
     with pytest.raises(wanted) as raised, pipeline:
-        for number, _ in enumerate(pipeline.run(batches, [leave]), 1):
+        for number, _ in enumerate(pipeline.run(batches), 1):
             if number == 5 and way == "break":
                 break
             if number == 5 and way == "close":
@@ -684,21 +674,21 @@ def interrupting(when):
     return Interrupting
 
 
-@pytest.mark.parametrize("way", ["break", "hook", "load", "fetch"])
+@pytest.mark.parametrize("way", ["break", "callback", "load", "fetch"])
 def test_a_stream_that_blocks_blocks_neither_leaving_nor_an_error(way):
     batches = make_batches(16)
     stream, send = Blocking(batches, 8), BrokenSend(batches[6] if way == "load" else None)
     options = {"fetch": Failing(7, to_host)} if way == "fetch" else {}
-    pipeline = pipeline_of(send=send, **options)
-    hook = Failing(5, lambda state, *args: state)
+    callbacks = [Failing(5, lambda info: None)] if way == "callback" else []
+    pipeline = pipeline_of(send=send, callbacks=callbacks, **options)
     with contextlib.nullcontext() if way == "break" else pytest.raises(Broken) as raised, pipeline:
-        for number, _ in enumerate(pipeline.run(stream, [hook] if way == "hook" else []), 1):
+        for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 5 and way == "break":
                 assert stream.blocked.wait(60)
                 break
-    done = {"break": 5, "hook": 6, "load": 6, "fetch": 8}[way]
+    done = {"break": 5, "callback": 6, "load": 6, "fetch": 8}[way]
     assert pipeline.step == done
-    if way == "hook":
+    if way == "callback":
         assert "in stage 'commit' of the pipeline, batch 5" in all_notes(raised.value)
     if way == "fetch":  # the batch's rows are lost
         stream.let_go.set()
@@ -771,9 +761,9 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
         assert equal(frozen(state), states[pipeline.step])
         drained.append(state)
 
-    ask = lambda state, *args: ask_all(state, refused) or state
-    with pipeline_of(**skips) as pipeline:
-        for number, (state, _) in enumerate(pipeline.run(batches, [ask, at_step(6, drain)]), 1):
+    ask = lambda info: ask_all(info.state, refused)
+    with pipeline_of(callbacks=[ask, at_step(6, drain)], **skips) as pipeline:
+        for number, (state, _) in enumerate(pipeline.run(batches), 1):
             if number == 6:
                 assert equal(frozen(state), states[6])  # still drained
                 repr(state)
@@ -821,17 +811,15 @@ def test_a_transfer_that_fails_while_exclusive_waits_is_told():
             raise Broken
         return jax.device_put(tree, placement)
 
-    def change(state, step, plan, metrics):
-        if step == 3:
-            assert gathering.wait(60)
-            pipeline.exclusive(unchanged)
-        return state
+    def change(state):
+        assert gathering.wait(60)
+        pipeline.exclusive(unchanged)
 
     calls, batches = itertools.count(), make_batches(12)
-    pipeline = pipeline_of(send=send, loaders=1)
+    pipeline = pipeline_of(send=send, loaders=1, callbacks=[at_step(3, change)])
     pipeline.scheduler_type = Telling
     with pytest.raises(Broken) as raised, pipeline:
-        list(pipeline.run(batches, [change]))
+        list(pipeline.run(batches))
     assert "in stage 'load' of the pipeline, batch 5" in all_notes(raised.value)
     assert equal(pipeline.state, states_of(batches)[5])
 
@@ -847,19 +835,15 @@ def test_a_loader_that_sleeps_through_exclusive_finds_its_batch_written_and_lets
                 assert go.wait(60)
             return found
 
-    def hook(state, step, plan, metrics):
-        if step == 2:
-            assert claimed.wait(60)
-            pipeline.exclusive(unchanged)
-        if step == 14:
-            go.set()
-        return state
+    def change(state):
+        assert claimed.wait(60)
+        pipeline.exclusive(unchanged)
 
     batches = make_batches(20)
-    pipeline = pipeline_of(loaders=2)
+    pipeline = pipeline_of(loaders=2, callbacks=[at_step(2, change), at_step(14, lambda state: go.set())])
     pipeline.scheduler_type = Sleepy
     with pipeline:
-        list(pipeline.run(batches, [hook]))
+        list(pipeline.run(batches))
     assert equal(pipeline.state, states_of(batches)[20])
 
 
@@ -956,8 +940,10 @@ def test_a_save_that_fails_is_told_by_the_next_call_and_on_leaving_and_breaks_no
         pytest.fail("the call says nothing of the save")
 
     with pytest.raises(Broken) as raised, pipeline_of(window=8) as pipeline:
+        if what != "leave":
+            pipeline.enter(at_step(6, ask))
         pipeline.snapshot_at(4, save)
-        for number, _ in enumerate(pipeline.run(stream, [at_step(6, ask)] if what != "leave" else []), 1):
+        for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 6:
                 break
     assert "in stage 'snapshot' of the pipeline, batch 3" in all_notes(raised.value) and no_threads_left()
@@ -1011,13 +997,14 @@ def test_an_update_that_returns_another_dtype_for_another_batch_size_is_refused_
     assert int(pipeline.state.dense.step) == 3 == pipeline.tables.step
 
 
-def test_a_hook_that_changes_the_dtype_of_the_dense_state_is_refused():
-    def change(state, step, plan, metrics):
-        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.dense.params)
-        return state._replace(dense=state.dense._replace(params=params)) if step == 2 else state
+def test_a_callback_that_changes_the_dtype_of_the_dense_state_is_refused():
+    def change(info):
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), info.state.dense.params)
+        return info.state._replace(dense=info.state.dense._replace(params=params)) if info.step == 2 else None
 
-    with pytest.raises(ValueError, match="a hook returned a dense state of other shapes"), pipeline_of() as pipeline:
-        list(pipeline.run(make_batches(6), [change]))
+    pipeline = pipeline_of(callbacks=[change])
+    with pytest.raises(ValueError, match="a callback returned a dense state of other shapes"), pipeline:
+        list(pipeline.run(make_batches(6)))
     assert int(pipeline.state.dense.step) == 2 == pipeline.tables.step
 
 
@@ -1047,10 +1034,10 @@ def test_a_dense_state_that_died_with_its_update_is_said_to_be_gone():
 def test_no_snapshot_is_saved_once_rows_before_it_are_lost():
     """A fetch of a batch before the snapshot's step fails when the step is committed."""
     fetch, saved = Failing(2, to_host, may=threading.Event()), []
-    pipeline = pipeline_of(fetch=fetch, window=6)
+    pipeline = pipeline_of(fetch=fetch, window=6, callbacks=[at_step(6, lambda state: fetch.may.set())])
     pipeline.snapshot_at(5, saved.append)
     with pytest.raises(Broken), pipeline:
-        list(pipeline.run(make_batches(12), [at_step(6, lambda state: fetch.may.set())]))
+        list(pipeline.run(make_batches(12)))
     assert saved == []
 
 
@@ -1070,33 +1057,32 @@ class LateSave:
 
 
 def test_no_batch_is_committed_once_a_save_has_failed():
-    pipeline = pipeline_of()
+    pipeline = pipeline_of(callbacks=[at_step(5, lambda state: save.fail())])
     save = LateSave(pipeline)
     pipeline.snapshot_at(3, save)
     with pytest.raises(Broken), pipeline:
-        list(pipeline.run(make_batches(12), [at_step(5, lambda state: save.fail())]))
+        list(pipeline.run(make_batches(12)))
     assert pipeline.step == 5
 
 
 def test_no_shard_is_recovered_once_a_save_has_failed():
     """The save's error ends the run; shards that are lost meanwhile are recovered by the next one."""
-    batches, pipeline = make_batches(12), pipeline_of(mortal())
-    watcher, stream, save = Reviver(pipeline), iter(batches), LateSave(pipeline)
 
     def lose(state):
         save.fail()
         pipeline.tables.kill(1)
         pipeline.scheduler.mark_lost([1])
 
+    batches, reviver = make_batches(12), Reviver()
+    pipeline, stream = pipeline_of(mortal(), callbacks=[reviver, at_step(4, lose)]), iter(batches)
+    save = LateSave(pipeline)
     pipeline.snapshot_at(3, save)
     with pytest.raises(Broken), pipeline:
-        pipeline.enter(watcher)
-        list(pipeline.run(stream, [at_step(4, lose)]))
-    assert pipeline.step == 4 and watcher.lost == []
-    with pipeline:
-        pipeline.enter(watcher)
         list(pipeline.run(stream))
-    assert watcher.lost == [(4, (1,))]
+    assert pipeline.step == 4 and reviver.lost == []
+    with pipeline:
+        list(pipeline.run(stream))
+    assert reviver.lost == [(4, (1,))]
     assert equal(pipeline.state, serial_loop([(4, [1])], batches)[0])
 
 
@@ -1117,8 +1103,8 @@ def test_a_failure_of_a_load_that_exclusive_has_made_void_ends_nothing():
         pipeline.exclusive(unchanged)
         changed.set()
 
-    pipeline = pipeline_of(send=send, window=3)
-    losses = losses_of(pipeline, batches, [at_step(3, change)])
+    pipeline = pipeline_of(send=send, window=3, callbacks=[at_step(3, change)])
+    losses = losses_of(pipeline, batches)
     assert inside.is_set() and same((pipeline.state, losses), plain_loop(batches))
 
 
@@ -1196,8 +1182,8 @@ def test_drain_in_another_thread_than_that_of_the_step_is_refused():
         thread.start()
         thread.join(60)
 
-    with pipeline_of() as pipeline:
-        list(pipeline.run(make_batches(6), [at_step(4, drain_there)]))
+    with pipeline_of(callbacks=[at_step(4, drain_there)]) as pipeline:
+        list(pipeline.run(make_batches(6)))
     assert "another thread is in the middle of a step" in str(found[0])
 
 
@@ -1279,7 +1265,9 @@ def test_ctrl_c_ends_a_wait_of_the_committing_thread_and_nothing_is_torn(place, 
     waits = lambda: pipeline.step == 5 and is_inside(WAITS[place]) and is_inside(wait)
     sender = interrupt_when(waits, then=go.set)
     with pytest.raises(KeyboardInterrupt), pipeline:
-        for number, _ in enumerate(pipeline.run(batches, [at_step(5, acts[place])] if place in acts else []), 1):
+        if place in acts:
+            pipeline.enter(at_step(5, acts[place]))
+        for number, _ in enumerate(pipeline.run(batches), 1):
             if number == 5 and place == "leave":
                 break
     sender.join(60)
@@ -1312,18 +1300,19 @@ def test_a_loss_that_is_not_finite_is_told_with_its_step_beside_another_end():
 
     batches = make_batches(12)
     batches[4].label[0] = np.nan
-    with pytest.raises(Broken) as raised, pipeline_of() as pipeline:
-        list(pipeline.run(batches, [at_step(5, leave)]))
+    with pytest.raises(Broken) as raised, pipeline_of(callbacks=[at_step(5, leave)]) as pipeline:
+        list(pipeline.run(batches))
     assert "at step 5" in all_notes(raised.value)
 
 
 def test_the_cut_of_a_step_is_saved_though_its_commit_is_interrupted(ctrl_c):
-    batches, saved, hooked = make_batches(12), [], []
-    pipeline, stream = pipeline_of(kind=interrupted_in_the_commit(5)), iter(batches)
+    batches, saved, called = make_batches(12), [], []
+    callbacks, stream = [lambda info: called.append(info.step)], iter(batches)
+    pipeline = pipeline_of(kind=interrupted_in_the_commit(5), callbacks=callbacks)
     pipeline.snapshot_at(5, lambda state: saved.append((int(state.dense.step), equal(state, states_of(batches)[5]))))
     with pytest.raises(KeyboardInterrupt), pipeline:
-        list(pipeline.run(stream, [lambda state, step, *_: hooked.append(step) or state]))
-    assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left() and hooked == [1, 2, 3, 4, 5]
+        list(pipeline.run(stream))
+    assert pipeline.step == 5 and saved == [(5, True)] and no_threads_left() and called == [1, 2, 3, 4, 5]
     list(pipeline.run(stream))
     assert equal(pipeline.state, states_of(batches)[12])
 
@@ -1341,10 +1330,11 @@ def interrupted_in_the_commit(step, number=signal.SIGINT):
     return pipeline_with(lambda compiled: functools.partial(signalled, compiled))
 
 
-def test_a_hook_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
-    pipeline = pipeline_of(kind=interrupted_in_the_commit(5))
+def test_a_callback_that_blocks_after_an_interrupted_commit_can_be_interrupted(ctrl_c):
+    callbacks = [at_step(5, interrupt), at_step(5, pytest.fail)]
+    pipeline = pipeline_of(kind=interrupted_in_the_commit(5), callbacks=callbacks)
     with pytest.raises(KeyboardInterrupt), pipeline:
-        list(pipeline.run(make_batches(12), [at_step(5, interrupt), at_step(5, pytest.fail)]))
+        list(pipeline.run(make_batches(12)))
     assert pipeline.step == 5
 
 
@@ -1501,7 +1491,8 @@ def test_a_state_of_before_a_reset_stays_stale_at_the_same_step():
 
 
 def test_close_in_another_thread_is_refused_and_harms_nothing():
-    batches, said, pipeline = make_batches(6), [], pipeline_of()
+    batches, said = make_batches(6), []
+    pipeline = pipeline_of(callbacks=[at_step(4, lambda state: elsewhere())])
 
     def close():
         try:
@@ -1515,7 +1506,7 @@ def test_close_in_another_thread_is_refused_and_harms_nothing():
         thread.join(60)
 
     with pipeline:
-        for number, _ in enumerate(pipeline.run(batches, [at_step(4, lambda state: elsewhere())]), 1):
+        for number, _ in enumerate(pipeline.run(batches), 1):
             if number == 2:
                 elsewhere()
     assert len(said) == 2 and all("another thread" in text for text in said)

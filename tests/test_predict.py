@@ -53,7 +53,6 @@ from jaxrec.embedding import (
     embedding_matrix,
     sgd,
 )
-from jaxrec.loop import planned
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import DenseState, TrainState
@@ -122,10 +121,8 @@ def test_shapes_of_parameters_are_enough_and_shards_may_be_others(tmp_path):
 
 def recovered_run(directory, home, steps=12):
     """State restored from a run with CPR, which has left row deltas with their dense state."""
-    with jaxrec.Serial(TASK, fresh(home)) as engine:
-        schedule = dict(save_every_steps=4, total_steps=20, scheme=mfu(), fraction=0.5)
-        recovery = engine.enter(Recovery(engine, directory, **schedule))
-        jaxrec.train(engine, lambda at: batches(at, steps), [recovery.hook])
+    with jaxrec.Serial(TASK, fresh(home), [Recovery(directory, 4, 20, scheme=mfu(), fraction=0.5)]) as engine:
+        engine.train(batches(0, steps))
     assert deltas(directory)
     return restore(directory, fresh(home))[0]
 
@@ -312,7 +309,7 @@ def evaluated(run, workdir, *path, **flags):
 
 
 def quality(state, job, batches):
-    return jaxrec.evaluate(state, planned(job.spec, batches), job.eval_step())
+    return jaxrec.evaluate(state, jaxrec.planned(job.spec, batches), job.eval_step())
 
 
 def assert_as_trained(results, wanted):
@@ -578,7 +575,7 @@ def test_all_goes_out_and_back_bit_for_bit_and_trains_on(tmp_path, monkeypatch, 
         assert_equal_states(again, state)
         assert image.run == "a" * 16 and image.step == 3
         more = jaxrec.SyntheticClicks((9,) * 26).stream(64, 3, 5)
-        after.append(jaxrec.fit(job.task, again, planned(job.spec, more)))
+        after.append(jaxrec.Serial(job.task, again).train(more))
     assert_equal_states(after[1], after[0])
 
 

@@ -13,18 +13,16 @@ import optax
 import pytest
 from homes import tables_in
 from strategies import chosen
-from world import batch_of, is_inside, until
+from world import at_step, batch_of, is_inside, until
 
-from jaxrec import Task, make_mesh
-from jaxrec.checkpoint import deltas, images, read_manifest, restore
+from jaxrec import Serial, Task, make_mesh
+from jaxrec.checkpoint import Checkpointer, deltas, images, read_manifest, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import ranges_of, without_rows
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.loop import Serial, planned
-from jaxrec.loop import train as fit_all
 from jaxrec.oac import Pipeline
 from jaxrec.types import DenseState, TrainState
 
@@ -83,31 +81,35 @@ def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
 
 
-@contextlib.contextmanager
-def watched(home, directory, scheme="vanilla", state=None, **more):
-    """An engine over a home, and its recovery."""
-    with Serial(TASK, state or fresh(home)) as engine:
-        yield engine, engine.enter(make(engine, directory, scheme, **more))
-
-
-def run(engine, start=0, stop=STEPS, hooks=(), given=None):
-    """Train on batches whose plans share one capacity, so that all runs use the same programs."""
-    for _ in engine.steps(planned(SPEC, given or batches(start, stop), CAPACITY), hooks):
-        pass
-    return engine.state
-
-
-def train(home, stop=STEPS, hooks=()):
-    return run(Serial(TASK, fresh(home)), stop=stop, hooks=hooks)
-
-
-def oac(window):
-    return Pipeline(TASK, fresh("host"), mode="oac", window=window)
-
-
-def make(engine, directory, scheme="vanilla", **more):
+def make(directory, scheme="vanilla", **more):
     given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
-    return Recovery(engine, directory, **given)
+    return Recovery(directory, **given)
+
+
+@contextlib.contextmanager
+def watched(home, directory, scheme="vanilla", state=None, before=(), **more):
+    """An engine over a home, and its recovery, listed after the functions of `before`."""
+    recovery = make(directory, scheme, **more)
+    with Serial(TASK, state or fresh(home), [*before, recovery], capacity=CAPACITY) as engine:
+        yield engine, recovery
+
+
+def train(home, stop=STEPS):
+    return Serial(TASK, fresh(home), capacity=CAPACITY).train(batches(0, stop))
+
+
+def oac(window, callbacks=()):
+    return Pipeline(TASK, fresh("host"), callbacks, mode="oac", window=window)
+
+
+def fail_at(step):
+    """A callback that fails after one given step."""
+
+    def fail(info):
+        if info.step == step:
+            raise KeyError("of a callback")
+
+    return fail
 
 
 def nothing(number, size=12):
@@ -153,7 +155,7 @@ def both(without=()):
 @pytest.mark.parametrize(("home", "scheme"), both())
 def test_without_failures_nothing_changes(tmp_path, home, scheme):
     with watched(home, tmp_path, scheme, fraction=0.25) as (engine, recovery):
-        state = run(engine, hooks=[recovery.hook])
+        state = engine.train(batches())
     plain = train(home)
     assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
     assert recovery.pls == 0 and recovery.saves == (5 if scheme == "vanilla" else 20)
@@ -164,14 +166,13 @@ def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home
     """With fraction 1 a scheme saves every touched row, so a lost shard is restored as at the last save."""
     kept, after = {}, {}
 
-    def keep(state, step, plans, metrics):
-        if step in (16, 21):
-            kept[step] = [rows_of(state, shard) for shard in range(4)]
-        return state
+    def keep(info):
+        if info.step in (16, 21):
+            kept[info.step] = [rows_of(info.state, shard) for shard in range(4)]
 
-    more = {} if scheme == "vanilla" else {"fraction": 1.0, "pick_ahead_steps": 0}
-    with watched(home, tmp_path, scheme, failures={21: [1, 3]}, **more) as (engine, recovery):
-        for state, _ in engine.steps(planned(SPEC, batches(), CAPACITY), [keep, recovery.hook]):
+    more = {"failures": {21: [1, 3]}} | ({} if scheme == "vanilla" else {"fraction": 1.0, "pick_ahead_steps": 0})
+    with watched(home, tmp_path, scheme, before=[keep], **more) as (engine, recovery):
+        for state, _ in engine.run(batches()):
             if engine.step == 21:
                 after = [rows_of(state, shard) for shard in range(4)]
     assert same(after[0], kept[21][0]) and same(after[2], kept[21][2])
@@ -185,7 +186,7 @@ def test_survivors_do_not_notice_and_the_victim_is_what_was_saved(tmp_path, home
 def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme):
     lost, whole = {}, [] if scheme == "scar" else ["small"]
     with watched("host", tmp_path, scheme, fraction=0.25, whole=whole, failures={30: [2]}) as (engine, recovery):
-        for state, _ in engine.steps(planned(SPEC, batches(), CAPACITY), [recovery.hook]):
+        for state, _ in engine.run(batches()):
             lost |= {engine.step: rows_of(state, 2)} if engine.step in (29, 30) else {}
     assert recovery.saves == 20
     # A quarter of each shard's tracked rows, rounded up: 90 (+ 7) and 40 rows in 4 shards; the small table 5 times.
@@ -199,15 +200,15 @@ def test_a_scheme_keeps_its_budget_and_loses_less_than_no_save(tmp_path, scheme)
 
 @pytest.mark.parametrize("scheme", ["mfu", "ssu"])
 def test_regular_saves_alone_hold_the_tables_in_whole_and_all_their_rows(tmp_path, scheme):
-    with watched("host", tmp_path, scheme, fraction=0.25, whole=["small"]) as (engine, recovery):
-        run(engine, hooks=[recovery.hook])
+    with watched("host", tmp_path, scheme, fraction=0.25, whole=["small"]) as (engine, _):
+        engine.train(batches())
     ((stack, [(first, end)]),) = ranges_of(SPEC, ["small"]).items()
     found = [np.concatenate([rows[stack, shard] for shard in range(4)]) for rows in rows_saved(tmp_path)]
     held = [len({*range(first, end)} & {*rows.tolist()}) for rows in found]
     assert held == [0, 0, 0, end - first] * 5
 
 
-def moving(spec):
+def moving(spec, callbacks):
     """An engine whose step moves every row of host tables and nothing else."""
 
     def step(state, batch, plans):
@@ -218,18 +219,16 @@ def moving(spec):
         return state._replace(dense=dense), {"loss": np.float32(0)}
 
     state = TrainState(DenseState(np.int32(0), {}, ()), HostTables.create(spec, ROWS))
-    return Serial(types.SimpleNamespace(step=step), state)
+    return Serial(types.SimpleNamespace(step=step), state, callbacks)
 
 
 @pytest.mark.parametrize("scheme", ["mfu", "scar", "round_robin", "random"])
 def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
     """Every row is touched between saves, so each save uses its whole budget: 3 of 12 and 2 of 5 rows per shard."""
     spec = EmbeddingSpec({"a": Table(46, 2), "b": Table(20, 4)}, {"a": Lookup("a"), "b": Lookup("b")}, shards=4)
-    pair = None, plan(spec, {"a": np.arange(46), "b": np.arange(20)})
-    more = {"save_every_steps": 8, "fraction": 0.25, "pick_ahead_steps": 0}
-    with moving(spec) as engine:
-        recovery = engine.enter(make(engine, tmp_path, scheme, **more))
-        list(engine.steps([pair] * 12, [recovery.hook]))
+    batch = batch_of({"a": np.arange(46), "b": np.arange(20)}, np.ones(1, np.float32))
+    with moving(spec, [make(tmp_path, scheme, fraction=0.25, pick_ahead_steps=0)]) as engine:
+        engine.train([batch] * 12)
     saved = rows_saved(tmp_path, spec)
     assert len(saved) == 6
     for rows in saved:
@@ -242,9 +241,9 @@ def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds
 def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_path, home, scheme):
     """The tracker has nothing to save of a restored shard until its rows are touched again."""
     with watched(home, tmp_path, scheme, fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
-        run(engine, 0, 6, [recovery.hook])
+        engine.train(batches(0, 6))
         recovery.recover([1])
-        run(engine, given=nothing(2), hooks=[recovery.hook])  # saves at 8
+        engine.train(nothing(2))  # saves at 8
     (saved,) = rows_saved(tmp_path)
     assert all((len(rows) == 0) == (shard == 1) for (_, shard), rows in saved.items())
 
@@ -256,7 +255,7 @@ def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_pat
     with watched("host", tmp_path, "mfu", save_every_steps=1000.0) as (engine, recovery):
         value = engine.tables.shards["width_4"][1]["value"]
         before = value[17].copy()
-        list(engine.run([once], [recovery.hook]))
+        engine.train([once])
         assert (value[17] != before).all()
         recovery.recover([1])
     np.testing.assert_array_equal(value[17], before)
@@ -264,11 +263,10 @@ def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_pat
 
 @pytest.mark.parametrize("home", HOMES)
 def test_full_recovery_trains_again_to_the_same_bits(tmp_path, home):
-    stream = batches
     with watched(home, tmp_path / "run", mode="full", failures={13: [0], 30: [2]}) as (engine, recovery):
-        state = fit_all(engine, stream, [recovery.hook])
+        state = engine.train(batches)
     assert recovery.lost_steps == (13 - 8) + (30 - 24) and recovery.pls == 0 and recovery.failed == 2
-    plain = fit_all(Serial(TASK, fresh(home)), stream)
+    plain = train(home)
     assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
     np.testing.assert_array_equal(state.dense.params["w"], plain.dense.params["w"])
 
@@ -285,10 +283,10 @@ def test_under_oac_saves_and_failures_give_the_bits_of_one_batch_after_the_other
     failures = {15: [1], 24: [3], 33: [0, 2], 36: [1]}
     more = {"save_every_steps": 12, "fraction": 0.5, "failures": failures, "pick_ahead_steps": ahead}
     with watched("host", tmp_path / "plain", scheme, **more) as (serial, plain):
-        wanted = run(serial, hooks=[plain.hook])
-    with oac(window=4) as pipeline:
-        recovery = pipeline.enter(make(pipeline, tmp_path / "oac", scheme, **more))
-        list(pipeline.run(batches(), [recovery.hook]))
+        wanted = serial.train(batches())
+    recovery = make(tmp_path / "oac", scheme, **more)
+    with oac(4, [recovery]) as pipeline:
+        pipeline.train(batches())
     found, calm = pipeline.state, train("host")
     assert all(same(rows_of(found, shard), rows_of(wanted, shard)) for shard in range(4))
     assert (recovery.pls, recovery.saves, recovery.rows_saved) == (plain.pls, plain.saves, plain.rows_saved)
@@ -310,13 +308,12 @@ def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_
     """Rows picked after batch 4 are touched again; the save at 8 must hold them as of step 8."""
     at_save = {}
 
-    def keep(state, step, plans, metrics):
-        at_save.update({shard: rows_of(state, shard) for shard in range(4)} if step == 8 else {})
-        return state
+    def keep(state):
+        at_save.update({shard: rows_of(state, shard) for shard in range(4)})
 
-    with watched(home, tmp_path, scheme, fraction=1.0) as (engine, recovery):
+    with watched(home, tmp_path, scheme, before=[at_step(8, keep)], fraction=1.0) as (engine, recovery):
         given = [*batches(0, 4), *batches(0, 4), *batches(0, more), *nothing(8 - more)]
-        run(engine, given=given, hooks=[keep, recovery.hook])  # the second save is at 16
+        engine.train(given)  # the second save is at 16
         recovery.recover([2])
         restored = rows_of(engine.state, 2)
     assert more or same(restored, at_save[2])
@@ -327,7 +324,7 @@ def test_what_is_picked_ahead_is_written_as_it_is_at_the_save_and_not_again(tmp_
 
 def test_a_failure_between_pick_and_save_drops_the_pick(tmp_path):
     with watched("host", tmp_path, "mfu", fraction=1.0, failures={6: [1]}) as (engine, recovery):
-        run(engine, 0, 8, [recovery.hook])
+        engine.train(batches(0, 8))
         wanted = [rows_of(engine.state, shard) for shard in range(4)]
         for shard in range(4):
             recovery.recover([shard])
@@ -351,9 +348,9 @@ def touched_by(given):
     return {(name, int(row)) for name, one in plans for row in one.unique.flat if row < SPEC.stacks[name].rows}
 
 
-def all_are_saved_by_the_next_save(engine, recovery, directory):
+def all_are_saved_by_the_next_save(engine, directory):
     """Whether the next save holds all rows of the first 8 batches, whose save at 8 has failed."""
-    list(engine.run(nothing(8), [recovery.hook]))
+    engine.train(nothing(8))
     until(lambda: len(deltas(directory)) == 1)
     (saved,) = rows_saved(directory)
     return {(name, int(row)) for (name, _), rows in saved.items() for row in rows} == touched_by(batches(0, 8))
@@ -363,22 +360,22 @@ def test_rows_that_could_not_be_copied_stay_to_be_saved(tmp_path):
     state = fresh("host")
     state = state._replace(tables=as_kind(Uncopied, state.tables))
     more = {"fraction": 1.0, "pick_ahead_steps": 0}
-    with watched("host", tmp_path, "mfu", state, **more) as (engine, recovery):
+    with watched("host", tmp_path, "mfu", state, **more) as (engine, _):
         with pytest.raises(MemoryError, match="no room for a copy"):
-            run(engine, 0, 8, [recovery.hook])
+            engine.train(batches(0, 8))
         engine.exclusive(functools.partial(as_kind, HostTables))
-        assert all_are_saved_by_the_next_save(engine, recovery, tmp_path)
+        assert all_are_saved_by_the_next_save(engine, tmp_path)
 
 
 @pytest.mark.parametrize("under_oac", [False, True])
 def test_rows_that_could_not_be_written_stay_to_be_saved_and_training_goes_on(tmp_path, under_oac):
-    with oac(window=4) if under_oac else Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(make(engine, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
+    recovery = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0)
+    with oac(4, [recovery]) if under_oac else Serial(TASK, fresh("host"), [recovery]) as engine:
         with in_the_way(tmp_path, "delta_000001"):
-            list(engine.run(batches(0, 8), [recovery.hook]))
+            engine.train(batches(0, 8))
             until(lambda: recovery.failed_saves)
         with FAILED:
-            assert all_are_saved_by_the_next_save(engine, recovery, tmp_path)
+            assert all_are_saved_by_the_next_save(engine, tmp_path)
         assert len(recovery.failed_saves) == 1
 
 
@@ -393,21 +390,19 @@ def test_after_a_failed_save_every_access_counts_also_those_between_its_pick_and
         wanted.append(tracker.count)
     pick = lambda tracker, *more: (at_picks.append(tracker.count.copy()), scheme.pick(tracker, *more))[1]
     watching = scheme._replace(pick=pick)
-    with FAILED, in_the_way(tmp_path, "delta_000001"), Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, 8, STEPS, scheme=watching, fraction=1.0))
-        run(engine, given=given, hooks=[recovery.hook])
+    recovery = Recovery(tmp_path, 8, STEPS, scheme=watching, fraction=1.0)
+    with FAILED, in_the_way(tmp_path, "delta_000001"), Serial(TASK, fresh("host"), [recovery]) as engine:
+        engine.train(given)
     assert len(at_picks) == 2 * len(wanted)
     jax.tree.map(np.testing.assert_array_equal, at_picks[len(wanted) :], wanted)
 
 
 def test_under_oac_later_batches_are_written_while_rows_are_still_written_to_disk(tmp_path, monkeypatch):
     done, slow = threading.Event(), []
-    with oac(window=2) as pipeline:
-        more = {"save_every_steps": 100.0, "fraction": 0.08}
-        recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", **more))
+    with oac(2, [make(tmp_path, "mfu", save_every_steps=100.0, fraction=0.08)]) as pipeline:
         write = lambda *given: (slow.append(done.wait(60)), write_delta(*given))[1]
         monkeypatch.setattr("jaxrec.checkpoint.row_deltas.write_delta", write)
-        for state, _ in pipeline.run(batches(0, 15), [recovery.hook]):  # one save, after step 8
+        for state, _ in pipeline.run(batches(0, 15)):  # one save, after step 8
             if int(state.dense.step) == 14:
                 done.set()
     assert slow == [True]  # the write took until six more batches of a window of two were done
@@ -423,9 +418,9 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
         return write_delta(*given)
 
     monkeypatch.setattr("jaxrec.checkpoint.row_deltas.write_delta", write_meanwhile)
-    with oac(window=4) as pipeline:
-        recovery = pipeline.enter(make(pipeline, tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0))
-        for number, _ in enumerate(pipeline.run(batches(0, 16), [recovery.hook]), 1):
+    recovery = make(tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0)
+    with oac(4, [recovery]) as pipeline:
+        for number, _ in enumerate(pipeline.run(batches(0, 16)), 1):
             if number in (8, 16):
                 recovery.recover([1])
     assert len(slow) == 2 and recovery.pls == 0
@@ -436,7 +431,7 @@ def test_a_failure_during_a_cut_waits_for_it(tmp_path, monkeypatch):
 def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interval(tmp_path, fraction):
     more = {"save_every_steps": 10, "fraction": fraction, "whole": ["small"]}
     with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
-        run(engine, 0, 29, [recovery.hook])
+        engine.train(batches(0, 29))
         recovery.recover([1])
     assert recovery.pls <= (29 - 20) / (STEPS * 4)
 
@@ -444,28 +439,24 @@ def test_regular_saves_come_though_saves_between_them_do_not_divide_their_interv
 @pytest.mark.parametrize("home", HOMES)
 def test_a_shard_comes_back_though_the_last_save_failed_and_the_failure_is_told(tmp_path, home):
     wanted = {}
-
-    def keep(state, step, plans, metrics):
-        wanted.update(rows_of(state, 2) if step == 8 else {})
-        return state
-
-    more = {"fraction": 1.0, "pick_ahead_steps": 0}
+    keep = at_step(8, lambda state: wanted.update(rows_of(state, 2)))
+    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [keep]}
     with (
         in_the_way(tmp_path, "delta_000002"),
         pytest.raises(OSError, match="File exists"),
         watched(home, tmp_path, "mfu", **more) as (engine, recovery),
     ):
-        run(engine, 0, 20, [keep, recovery.hook])  # saves at 8; at 16 it fails
+        engine.train(batches(0, 20))  # saves at 8; at 16 it fails
         with FAILED:
             recovery.recover([2])
         assert same(rows_of(engine.state, 2), wanted) and recovery.pls == pytest.approx((20 - 8) / (STEPS * 4))
-        run(engine, 20, 24, [recovery.hook])  # the last save fails, which is raised on exit
+        engine.train(batches(20, 24))  # the last save fails, which is raised on exit
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path):
     for scheme in ("vanilla", "mfu"):
-        with watched("host", tmp_path / scheme, scheme) as (engine, recovery):
-            run(engine, 0, 20, [recovery.hook])
+        with watched("host", tmp_path / scheme, scheme) as (engine, _):
+            engine.train(batches(0, 20))
         files = sorted((tmp_path / scheme).iterdir())
         with pytest.raises(ValueError, match="would pass for rows"), watched("host", tmp_path / scheme, scheme):
             pass
@@ -475,7 +466,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
 def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recovered(tmp_path):
     more = {"fraction": 1.0, "total_steps": 10, "pick_ahead_steps": 0}
     with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
-        run(engine, 0, 20, [recovery.hook])
+        engine.train(batches(0, 20))
         recovery.recover([0])
         before = recovery.pls, recovery.failed
         (newest, *_) = deltas(tmp_path)
@@ -490,7 +481,7 @@ def test_what_fails_past_the_end_or_with_a_damaged_delta_counts_when_it_is_recov
 
 def test_a_shard_from_an_older_image_lacks_what_was_trained_since_the_last_regular_save_of_that(tmp_path):
     with watched("host", tmp_path, "mfu") as (engine, recovery):  # a save after each step
-        run(engine, 0, 14, [recovery.hook])
+        engine.train(batches(0, 14))
         recovery.recover([0])  # waits for the last save
         before, (newest, older, *_) = recovery.pls, deltas(tmp_path)
         assert read_manifest(older).step == 13 and before == pytest.approx((14 - 8) / (STEPS * 4))
@@ -503,14 +494,14 @@ def test_a_shard_from_an_older_image_lacks_what_was_trained_since_the_last_regul
 @pytest.mark.parametrize("full", [False, True], ids=["", "on a full disk"])
 def test_a_damaged_chain_does_not_grow_a_base_is_saved_at_once_or_by_the_next_save(tmp_path, full):
     with watched("host", tmp_path, "mfu", fraction=1.0) as (engine, recovery):
-        run(engine, 0, 20, [recovery.hook])
+        engine.train(batches(0, 20))
         recovery.recover([0])  # waits for the last save
         damage(deltas(tmp_path)[0], 1)
         with in_the_way(tmp_path, "step_00000020") if full else contextlib.nullcontext(), SKIPPED:
             with FAILED if full else contextlib.nullcontext():
                 recovery.recover([1])
         assert [path.name for path in images(tmp_path)] == ([] if full else ["step_00000020"])
-        run(engine, 20, 25, [recovery.hook])
+        engine.train(batches(20, 25))
         recovery.recover([0])  # waits for the save of step 24
     if full:
         assert [path.name for path in images(tmp_path)] == ["step_00000024"] and not deltas(tmp_path)
@@ -553,75 +544,92 @@ def test_a_plan_without_some_rows_reads_all_others():
     ],
 )
 def test_bad_input_is_refused(tmp_path, changed, message):
-    engine = Serial(TASK, fresh("host"))
-    with pytest.raises(ValueError, match=message):
-        Recovery(engine, tmp_path, **({"save_every_steps": 8, "total_steps": 40} | changed))
+    given = {"save_every_steps": 8, "total_steps": 40} | changed
+    with pytest.raises(ValueError, match=message), Serial(TASK, fresh("host"), [Recovery(tmp_path, **given)]):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_before_the_first_step_has_happened_only_if_there_is_an_image(tmp_path):
-    with Serial(TASK, fresh("host")) as engine:
-        recovery = engine.enter(make(engine, tmp_path, failures={5: [1]}))
-        run(engine, 0, 6, [recovery.hook])
+    with watched("host", tmp_path, failures={5: [1]}) as (engine, recovery):
+        engine.train(batches(0, 6))
         recovery.save_whole()
-        with pytest.raises(ValueError, match="a step of failures=5 must be a whole number from 7 to 40"):
-            make(engine, tmp_path / "other", failures={5: [1]})
-        state, image = restore(tmp_path, fresh("host"))
-        make(Serial(TASK, state), tmp_path, failures={5: [1]}, image=image)
+    state, image = restore(tmp_path, fresh("host"))
+    with pytest.raises(ValueError, match="a step of failures=5 must be a whole number from 7 to 40"):
+        with watched("host", tmp_path / "other", state=state, failures={5: [1]}):
+            pass
+    with watched("host", tmp_path, state=state, failures={5: [1]}, image=image):
+        pass
 
 
 def test_what_comes_at_the_wrong_time_or_place_is_refused(tmp_path):
-    engine, other = Serial(TASK, fresh("host")), Serial(TASK, fresh("host"))
-    recovery = make(engine, tmp_path)
-    with pytest.raises(ValueError, match="enter the recovery before the first step"):
-        run(engine, 0, 1, [recovery.hook])
-    with pytest.raises(ValueError, match="enter the recovery before the first step"):
+    recovery = make(tmp_path)
+    engine = Serial(TASK, fresh("host"), [recovery])
+    with pytest.raises(ValueError, match="run it within `with engine:`"):
+        engine.run(batches())
+    with pytest.raises(ValueError, match="this recovery has not begun"):
         recovery.recover([1])
-    with pytest.warns(UserWarning, match="steps 2 to 2 were trained without recovery.hook"), engine:
-        engine.enter(recovery)
-        with pytest.raises(ValueError, match="entered before"):
-            recovery.__enter__()
+    with engine:
+        with pytest.raises(ValueError, match="has begun before"), Serial(TASK, fresh("host"), [recovery]):
+            pass
         with pytest.raises(ValueError, match="must be distinct"):
             recovery.recover([4])
-        with pytest.raises(ValueError, match="this recovery's engine"):
-            run(other, 0, 3, [recovery.hook])
-        with pytest.raises(ValueError, match="was read in a hook"):
-            run(engine, 1, 2, [lambda *given: recovery.recover([1])])
+        engine.enter(lambda info: recovery.recover([1]))
+        with pytest.raises(ValueError, match="was read in `after_step`"):
+            engine.train(batches())
+    assert engine.step == 1
+    with pytest.raises(ValueError, match="this recovery is closed"):
+        recovery.recover([1])
+
+
+def test_full_recovery_over_an_iterable_is_refused_before_any_step(tmp_path):
+    stream = batches()
+    with watched("host", tmp_path, mode="full") as (engine, _):
+        for begin in (engine.run, engine.train):
+            with pytest.raises(ValueError, match="a recovery may go back to an earlier step"):
+                begin(stream)
+    assert engine.step == 0 and len(list(stream)) == STEPS  # no batch was taken
+
+
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_a_checkpointer_among_the_callbacks_saves_at_multiples_of_its_interval(tmp_path, kind):
+    """Also at the first step of a run that begins in the middle; every image is of its step, bit for bit."""
+    with kind(TASK, train("host", 4), [Checkpointer(tmp_path, keep=9, every_steps=5)]) as engine:
+        engine.train(batches(4, 12))
+        engine.train(batches(12, 18))
+    found = [restore(path, fresh("host")) for path in images(tmp_path)]
+    assert [image.step for _, image in found] == [15, 10, 5]
+    for state, image in found:
+        wanted = train("host", image.step)
+        assert all(same(rows_of(state, shard), rows_of(wanted, shard)) for shard in range(4))
+        jax.tree.map(np.testing.assert_array_equal, state.dense, wanted.dense)
 
 
 # ---- failures around a recovery
 
 
-def test_a_hook_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_ever(tmp_path):
+def test_a_callback_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_ever(tmp_path):
     """A snapshot that was announced but never taken used to block the thread that picks ahead, and the next save."""
-
-    def fail(state, step, plans, metrics):
-        if step == 8:
-            raise KeyError("of the hook")
-        return state
-
     found = []
     for name in ("disturbed", "calm"):
         with watched("host", tmp_path / name, "mfu", fraction=1.0) as (engine, recovery):
             stream = batches(0, 24)
-            with pytest.raises(KeyError) if name == "disturbed" else contextlib.nullcontext():
-                list(engine.run(stream, [recovery.hook] + [fail] * (name == "disturbed")))
-            list(engine.run(stream, [recovery.hook]))
+            if name == "disturbed":
+                engine.enter(fail_at(8))
+                with pytest.raises(KeyError):
+                    engine.train(stream)
+            engine.train(stream)
             recovery.recover([1])
             found.append((recovery.saves, recovery.pls, rows_of(engine.state, 1)))
     assert found[0][:2] == found[1][:2] == (3, 0) and same(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize("under_oac", [False, True])
-def test_a_save_of_a_step_that_the_hook_has_not_seen_holds_its_rows(tmp_path, under_oac):
-    def fail(state, step, plans, metrics):
-        if step == 8:
-            raise KeyError("of a hook before the recovery's")
-        return state
-
-    engine = oac(window=2) if under_oac else Serial(TASK, fresh("host"))
+def test_a_save_of_a_step_that_the_recovery_has_not_seen_holds_its_rows(tmp_path, under_oac):
+    callbacks = [fail_at(8), make(tmp_path, "mfu", fraction=1.0)]
+    engine = oac(2, callbacks) if under_oac else Serial(TASK, fresh("host"), callbacks)
     with pytest.raises(KeyError), engine:
-        recovery = engine.enter(make(engine, tmp_path, "mfu", fraction=1.0))
-        list(engine.run(batches(0, 24), [fail, recovery.hook]))
+        engine.train(batches(0, 24))
     restored, image = restore(tmp_path, fresh("host"))
     assert image.step == 8 and all(same(rows_of(restored, s), rows_of(engine.state, s)) for s in range(4))
 
@@ -631,28 +639,26 @@ def test_after_another_state_was_put_in_its_rows_are_those_that_come_back(tmp_pa
     other = train("host", 7)
     wanted = rows_of(other, 2)
     with watched("host", tmp_path, scheme) as (engine, recovery):
-        run(engine, 0, 7, [recovery.hook])  # announces a save for step 8 and picks its rows
+        engine.train(batches(0, 7))  # announces a save for step 8 and picks its rows
         engine.exclusive(lambda tables: fill_with_nan(tables, 2))
         engine.reset(other)
         recovery.recover([2])
         assert same(rows_of(engine.state, 2), wanted) and recovery.pls == 0
-        run(engine, 7, 24, [recovery.hook])  # saves must not wait for the discarded snapshot
+        engine.train(batches(7, 24))  # saves must not wait for the discarded snapshot
         recovery.recover([2])
     assert recovery.pls == 0
 
 
-def test_steps_that_the_hook_has_not_seen_are_told_and_all_rows_are_saved(tmp_path):
-    with watched("host", tmp_path, "mfu", fraction=1.0) as (engine, recovery):
-        run(engine, 0, 5, [recovery.hook])
-        run(engine, 5, 7)
-        with pytest.warns(UserWarning, match="steps 6 to 7 were trained without recovery.hook"):
-            run(engine, 7, 8, [recovery.hook])
-        run(engine, 8, 16, [recovery.hook])
+@pytest.mark.parametrize(("unseen", "saved"), [(6, 8), (7, 16)])  # the save at 8 is announced at step 7
+def test_rows_of_a_step_that_the_recovery_has_not_seen_are_saved_with_all_others(tmp_path, unseen, saved):
+    with watched("host", tmp_path, "mfu", before=[fail_at(unseen)], fraction=1.0) as (engine, recovery):
+        stream = batches(0, saved)
+        with pytest.raises(KeyError):
+            engine.train(stream)
+        engine.train(stream)
         wanted = rows_of(engine.state, 1)
         recovery.recover([1])
-        assert same(rows_of(engine.state, 1), wanted)
-        with pytest.raises(ValueError, match="step 17 was seen before"):
-            run(engine, 16, 17, [recovery.hook, recovery.hook])
+        assert same(rows_of(engine.state, 1), wanted) and read_manifest(images(tmp_path)[0]).step == saved
 
 
 @pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
@@ -668,55 +674,62 @@ def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_pa
         return tables.with_shard("width_8", 1, {part: rows[2] for part, rows in tables.parts("width_8").items()})
 
     with watched("host", tmp_path, scheme) as (engine, recovery):
-        run(engine, 0, 8, [recovery.hook])
+        engine.train(batches(0, 8))
         recovery.save_whole()
         engine.exclusive(copy_a_shard)
         recovery.save_whole()
         assert all_come_back()
-        engine.reset(run(Serial(TASK, fresh("host")), 32, 40))  # another state of step 8
+        engine.reset(Serial(TASK, fresh("host")).train(batches(32, 40)))  # another state of step 8
         assert all_come_back()
-
-
-UNSEEN = pytest.warns(UserWarning, match="steps 10 to 10 were trained without recovery.hook")
 
 
 def test_rows_trained_after_a_base_are_saved_though_the_save_before_it_held_them(tmp_path):
     """What that save held was subtracted from the trackers that the base starts afresh."""
-    with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
-        run(engine, 0, 9, [recovery.hook])  # saves at 8
-        run(engine, 9, 10)
-        with UNSEEN:
-            run(engine, 10, 24, [recovery.hook])  # a base at 16, the rows touched since at 24
+    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [fail_at(10)]}
+    with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
+        stream = batches(0, 24)
+        with pytest.raises(KeyError):
+            engine.train(stream)  # saves at 8
+        engine.train(stream)  # a base at 16, as step 10 was not seen, the rows touched since at 24
+        assert [path.name for path in images(tmp_path)] == ["step_00000016"]
         wanted = [rows_of(engine.state, shard) for shard in range(4)]
         recovery.recover([0, 1, 2, 3])
         assert all(same(rows_of(engine.state, shard), wanted[shard]) for shard in range(4)) and recovery.pls == 0
 
 
 def test_a_failed_save_of_rows_does_not_end_training_at_the_base_after_it(tmp_path):
-    with watched("host", tmp_path, "mfu", fraction=1.0, pick_ahead_steps=0) as (engine, recovery):
-        with in_the_way(tmp_path, "delta_000001"):
-            run(engine, 0, 9, [recovery.hook])
-            until(lambda: recovery.failed_saves)
-        run(engine, 9, 10)
-        with FAILED, UNSEEN:
-            run(engine, 10, 20, [recovery.hook])
+    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [fail_at(10)]}
+    with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
+        stream = batches(0, 20)
+        with in_the_way(tmp_path, "delta_000001"), pytest.raises(KeyError):
+            for _ in engine.run(stream):
+                until(lambda: engine.step < 8 or recovery.failed_saves)
+        with FAILED:
+            engine.train(stream)
         assert [path.name for path in images(tmp_path)] == ["step_00000016"] and len(recovery.failed_saves) == 1
 
 
-def test_a_recovery_whose_hook_was_forgotten_says_that_it_has_saved_nothing(tmp_path):
-    with pytest.warns(UserWarning, match=r"steps 1 to 9 were trained without recovery.hook: hooks=\[recovery.hook\]"):
-        with watched("host", tmp_path, "mfu") as (engine, _):
-            run(engine, 0, 9)
-
-
 def test_an_engine_has_one_recovery_at_a_time_and_goes_on_without_it(tmp_path):
-    with watched("host", tmp_path / "one") as (engine, recovery):
-        with pytest.raises(ValueError, match="this engine has a recovery already"):
-            engine.enter(make(engine, tmp_path / "two"))
-        run(engine, 0, 7, [recovery.hook])
-    run(engine, 7, 9)  # past the step of an announced save
+    engine = Serial(TASK, fresh("host"))
     with engine:
-        again = engine.enter(make(engine, tmp_path / "three", "mfu"))
-        run(engine, 9, 20, [again.hook])
+        engine.enter(make(tmp_path / "one"))
+        with pytest.raises(ValueError, match="this engine has a recovery already"):
+            engine.enter(make(tmp_path / "two"))
+        engine.train(batches(0, 7))
+    engine.train(batches(7, 9))  # past the step of an announced save
+    with engine:
+        again = engine.enter(make(tmp_path / "three", "mfu"))
+        engine.train(batches(9, 20))
         again.recover([0, 1, 2, 3])
     assert again.failed == 4
+
+
+def test_of_two_recoveries_the_second_is_refused_and_leaves_its_directory_untouched(tmp_path):
+    with watched("host", tmp_path / "two", "mfu") as (engine, _):
+        engine.train(batches(0, 9))
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "two").rglob("*")}
+    one, two = make(tmp_path / "one"), make(tmp_path / "two", image=read_manifest(deltas(tmp_path / "two")[0]))
+    with pytest.raises(ValueError, match="this engine has a recovery already, which saves in .*one"):
+        with Serial(TASK, fresh("host"), [one, two]):
+            pass
+    assert one.closed and files == {path: path.stat().st_mtime_ns for path in (tmp_path / "two").rglob("*")}

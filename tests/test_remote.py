@@ -22,6 +22,7 @@ from test_oac_runs import serial_loop
 from test_tables import dense_table, random_like
 from world import until
 
+from jaxrec import Serial
 from jaxrec.checkpoint import (
     Checkpointer,
     deltas,
@@ -37,8 +38,6 @@ from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
-from jaxrec.loop import Serial
-from jaxrec.loop import train as train_all
 from jaxrec.shadowsync import train_freely
 from jaxrec.types import Rows, ShardsLost, TrainState
 
@@ -318,14 +317,14 @@ def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures
             yield batch_at(index)
 
     with engine:
-        log = engine.enter(Log(engine))
+        log = engine.enter(Log())
         if fleet:
             engine.enter(fleet)
         given = SCHEMES[scheme] | {"failures": failures or {}}
-        recovery = engine.enter(Recovery(engine, directory, EVERY, LENGTH, **given))
-        engine.enter(Late(engine))
-        for _ in engine.run(stream(), [recovery.hook, lambda state, step, *_: look(engine, step) or state]):
-            pass
+        recovery = engine.enter(Recovery(directory, EVERY, LENGTH, **given))
+        engine.enter(Late())
+        engine.enter(lambda info: look(engine, info.step))
+        engine.train(stream())
         look(engine, None)
         recovery.save_whole()
         if fleet:
@@ -344,8 +343,8 @@ def serially(directory, scheme, log=None, losses=None, voided=()):
         return run(engine, directory, scheme, failures=failures)[0]
 
 
-ENGINES = {"serial": lambda state: NotingSerial(TASK, state)}
-ENGINES |= {"pipeline": lambda state: NotingPipeline(TASK, state, window=3)}
+ENGINES = {"serial": lambda state, callbacks=(): NotingSerial(TASK, state, callbacks)}
+ENGINES |= {"pipeline": lambda state, callbacks=(): NotingPipeline(TASK, state, callbacks, window=3)}
 
 
 INSTANTS = ["read", "put", "put that was done", "save", "restore", "track"]
@@ -400,7 +399,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
     scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
     options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
     options["skip_stale_reads"] = data.draw(st.booleans(), label="skip_stale_reads")
-    armed = []  # from the first batch on: no recovery is entered before
+    armed = []  # from the first batch on: no recovery has begun before
 
     def fate(*message):
         return deaths.get(message, "") if armed else ""
@@ -435,7 +434,7 @@ def test_a_death_that_a_supervisor_tells_of_is_one_that_a_call_has_met(make, tmp
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize(
-    "at", [10, EVERY, LENGTH, None], ids=["a hook", "a snapshot's hook", "the last hook", "after the run"]
+    "at", [10, EVERY, LENGTH, None], ids=["a step", "the step of a snapshot", "the last step", "after the run"]
 )
 def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(make, at, tmp_path):
     """`exclusive`, as used by an evaluation, is repeated after recovery, and then sees the rows that `Serial` has."""
@@ -461,34 +460,34 @@ def test_a_look_at_the_rows_that_meets_a_death_comes_again_when_they_are_back(ma
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
-def test_a_cut_holds_what_hooks_have_made_after_one_of_its_step_has_met_a_death(make, tmp_path):
+def test_a_cut_holds_what_callbacks_have_made_after_one_of_its_step_has_met_a_death(make, tmp_path):
     saved, made = [], []
 
-    def dies(state, step, plans, metrics):
-        if step == 5:
+    def dies(info):
+        if info.step == 5:
             fleet.ways[1].kill()
             engine.exclusive(lambda tables: every_row(tables) and tables)
-        return state
 
-    def doubles(state, step, plans, metrics):
-        if step == 5:
-            made.append(jax.tree.map(lambda leaf: 2 * leaf, state.dense.params))
-            return state._replace(dense=state.dense._replace(params=made[0]))
-        return state
+    def doubles(info):
+        if info.step == 5:
+            dense = info.state.dense
+            made.append(jax.tree.map(lambda leaf: 2 * leaf, dense.params))
+            return info.state._replace(dense=dense._replace(params=made[0]))
 
-    with Fleet(SPEC, ROWS, 2) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
-        engine.enter(fleet)
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
-        engine.snapshot_at(5, lambda state: saved.append(jax.device_get(state.dense.params)))
-        for _ in engine.run(map(batch_at, range(8)), [recovery.hook, dies, doubles]):
-            made[:] = jax.device_get(made)
-        assert fleet.died == [1] and recovery.failed == 2
+    recovery = Recovery(tmp_path, EVERY, LENGTH, copy="shards")
+    with Fleet(SPEC, ROWS, 2) as fleet:
+        state = fresh("host")._replace(tables=fleet.tables)
+        with make(state, [fleet, recovery, dies, doubles]) as engine:
+            engine.snapshot_at(5, lambda state: saved.append(jax.device_get(state.dense.params)))
+            for _ in engine.run(map(batch_at, range(8))):
+                made[:] = jax.device_get(made)
+            assert fleet.died == [1] and recovery.failed == 2
     jax.tree.map(np.testing.assert_array_equal, saved, made)
 
 
 @pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 def test_a_death_in_the_last_save_is_survived(make, tmp_path):
-    kill = lambda engine, step: step is None and fleet.ways[1].kill()
+    kill = lambda engine, step: fleet.ways[1].kill() if step is None else None
     with Fleet(SPEC, ROWS, 2) as fleet:
         engine = make(fresh("host")._replace(tables=fleet.tables))
         found, log, recovery = run(engine, tmp_path / "found", "mfu", fleet, look=kill)
@@ -512,8 +511,8 @@ def test_full_recovery_over_servers_ends_as_a_run_without_failures(make, verb, t
     fate = lambda server, incarnation, called, n: "die" if (server, incarnation, called, n) == (0, 1, verb, 15) else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, make(fresh("host")._replace(tables=fleet.tables)) as engine:
         engine.enter(fleet)
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
-        train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, mode="full"))
+        engine.train(lambda step: map(batch_at, range(step, LENGTH)))
         assert fleet.died == [0] and recovery.failed == 2 and recovery.lost_steps > 0
         assert same(bits(engine.state), plain(LENGTH)[0])
 
@@ -528,8 +527,8 @@ def test_full_recovery_survives_a_death_while_all_rows_go_back(make, also, tmp_p
         make(fresh("host")._replace(tables=fleet.tables)) as engine,
     ):
         engine.enter(fleet)
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
-        train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, mode="full", copy="shards"))
+        engine.train(lambda step: map(batch_at, range(step, LENGTH)))
         assert fleet.died == [0, also[0]] and recovery.failed == 4
         assert same(bits(engine.state), plain(LENGTH)[0])
 
@@ -538,19 +537,19 @@ def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
     deaths = {(0, 1, "put", 15), (0, 2, "change", 0)}
     fate = lambda *message: "die" if message in deaths else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, mode="full"))
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, mode="full"))
         engine.enter(fleet)  # after the recovery: too late
-        with pytest.raises(ShardsLost, match=r"while all were restored: engine.enter\(...\) what replaces them first"):
-            train_all(engine, lambda step: map(batch_at, range(step, LENGTH)), hooks=[recovery.hook])
+        with pytest.raises(ShardsLost, match="while all were restored: list what replaces them before the recovery"):
+            engine.train(lambda step: map(batch_at, range(step, LENGTH)))
         assert recovery.failed == 0
 
 
 def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path):
     fate = lambda server, incarnation, called, n: "die" if (server, called, n) == (0, "put", 5) else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH))
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH))
         with pytest.raises(ShardsLost, match="again, after 8 recoveries at step 6") as raised:
-            list(engine.run(map(batch_at, range(LENGTH)), [recovery.hook]))
+            engine.train(map(batch_at, range(LENGTH)))
         assert "server 0 (incarnation 1) is gone" in str(raised.value.__context__)
         engine.enter(fleet)
         fleet.recover([0, 2])
@@ -669,8 +668,7 @@ def test_a_scheme_is_sent_only_what_it_looks_at_and_a_recovery_sends_one_message
 
 def trained(tables, steps=6):
     with Serial(TASK, fresh("host")._replace(tables=tables)) as engine:
-        list(engine.run(map(batch_at, range(steps))))
-    return engine.state
+        return engine.train(map(batch_at, range(steps)))
 
 
 @pytest.mark.parametrize("copy", ["whole", "shards"])
@@ -748,13 +746,11 @@ def test_a_delta_whose_server_dies_while_it_writes_is_void_and_its_rows_are_in_t
         "answer and die" if (server, incarnation, verb, n) == (1, 1, "run", 1) else ""
     )
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
-        log = engine.enter(Log(engine))
+        log = engine.enter(Log())
         engine.enter(fleet)
-        recovery = engine.enter(
-            Recovery(engine, tmp_path, EVERY, LENGTH, scheme=mfu(), fraction=1.0, pick_ahead_steps=0)
-        )
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, scheme=mfu(), fraction=1.0, pick_ahead_steps=0))
         gate = lambda index: until(lambda: log.voided) if index == EVERY else None
-        list(engine.run((gate(index) or batch_at(index) for index in range(2 * EVERY)), [recovery.hook]))
+        engine.train(gate(index) or batch_at(index) for index in range(2 * EVERY))
         assert fleet.died == [1] and len(log.voided) == len(recovery.failed_saves) == 1
         until(lambda: deltas(tmp_path))
         found, _ = restore(tmp_path, fresh("host"))
@@ -765,8 +761,8 @@ def test_an_image_whose_server_dies_while_it_writes_is_void_and_comes_again(tmp_
     fate = lambda server, incarnation, verb, n: "answer and die" if (server, verb, n) == (1, "run", 1) else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
         engine.enter(fleet)
-        recovery = engine.enter(Recovery(engine, tmp_path, EVERY, LENGTH, copy="shards"))
-        list(engine.run(map(batch_at, range(EVERY)), [recovery.hook]))
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, copy="shards"))
+        engine.train(map(batch_at, range(EVERY)))
         assert fleet.died == [1] and recovery.saves == 1 and recovery.failed == 2
         wanted = bits(engine.state)
     assert same(bits(restore(tmp_path, fresh("host"))[0]), wanted) and not list(tmp_path.glob("*.partial"))

@@ -171,7 +171,7 @@ def frozen(state):
 
 def serial(name, state=None, last=STEPS):
     with jaxrec.Serial(task_of(name), state or fresh(task_of(name))) as engine:
-        return frozen(jaxrec.train(engine, lambda first: batches(first, last)))
+        return frozen(engine.train(lambda first: batches(first, last)))
 
 
 def assert_equal(a, b):
@@ -188,7 +188,7 @@ def test_it_is_the_dense_optimizer_on_touched_rows(name):
         for step, batch in enumerate(batches()):
             for row, gradient in gradients_of(batch).items():
                 wanted[row] = kept.setdefault(row, reference()).step(wanted[row], gradient, step)
-        jaxrec.train(engine, lambda first: batches(first))
+        engine.train(batches)
         np.testing.assert_allclose(embedding_matrix(engine.tables, "item"), wanted, rtol=2e-5, atol=1e-6)
     assert np.abs(wanted - initial).max() > 0.01
 
@@ -216,7 +216,7 @@ def test_a_row_without_gradient_keeps_its_bits_and_its_slots(rows):
 @SLOWLY
 def test_in_flight_it_has_the_bits_of_one_batch_after_the_other(name):
     with Pipeline(task_of(name), fresh(task_of(name)), window=3) as pipeline:
-        found = frozen(jaxrec.train(pipeline, batches))
+        found = frozen(pipeline.train(batches))
         assert pipeline.counters["stale_rows"] > STEPS
     assert_equal(found, serial(name))
 
@@ -226,7 +226,7 @@ def test_devices_that_share_the_rows_agree(name):
     task = task_of(name, jaxrec.make_mesh(devices=jax.devices()[:4]))
     with jaxrec.Serial(task, fresh(task, "device")) as engine:
         eight = lambda batch: jax.tree.map(lambda leaf: np.concatenate([leaf, leaf[:2] * 0]), batch)
-        found = frozen(jaxrec.train(engine, lambda first: map(eight, batches(first))))
+        found = frozen(engine.train(map(eight, batches())))
     wanted = serial(name)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[: len(b)], b, rtol=1e-4, atol=2e-5), found[1], wanted[1])
 
@@ -235,7 +235,7 @@ def test_devices_that_share_the_rows_agree(name):
 def test_images_hold_all_of_it(name, tmp_path):
     task = task_of(name)
     with jaxrec.Serial(task, fresh(task)) as engine, Checkpointer(tmp_path) as saver:
-        saver.save(jaxrec.train(engine, lambda first: batches(first, 11)))
+        saver.save(engine.train(batches(0, 11)))
     state, image = restore(tmp_path, fresh(task))
     assert_equal(serial(name, state), serial(name))
     tables = fresh(task).tables
@@ -248,10 +248,9 @@ def test_images_hold_all_of_it(name, tmp_path):
 @SLOWLY
 def test_a_lost_shard_comes_back_from_deltas_with_its_slots(name, tmp_path):
     """Every touched row is saved at every step, so the run has the bits of one without the failure."""
-    with jaxrec.Serial(task_of(name), fresh(task_of(name))) as engine:
-        schedule = dict(save_every_steps=1, total_steps=STEPS, scheme=mfu(), fraction=1.0, failures={9: [2]})
-        recovery = engine.enter(Recovery(engine, tmp_path, **schedule))
-        found = frozen(jaxrec.train(engine, batches, [recovery.hook]))
+    recovery = Recovery(tmp_path, 1, STEPS, scheme=mfu(), fraction=1.0, failures={9: [2]})
+    with jaxrec.Serial(task_of(name), fresh(task_of(name)), [recovery]) as engine:
+        found = frozen(engine.train(batches))
     assert deltas(tmp_path)
     assert_equal(found, serial(name))
 
@@ -318,7 +317,7 @@ def test_free_and_emulated_trainers_count_their_own_steps():
     emulation = Emulation(one_shard, params, trainers=1)
     emulation.run(batches())
     with jaxrec.Serial(task, fresh(task)) as engine:
-        wanted = embedding_matrix(jaxrec.train(engine, batches).tables, "item")
+        wanted = embedding_matrix(engine.train(batches).tables, "item")
     for found in (tables, emulation.tables):
         np.testing.assert_allclose(embedding_matrix(found, "item"), wanted, rtol=1e-4, atol=1e-6)
 

@@ -28,6 +28,7 @@ from main.saving import PeriodicSaves
 from main.signals import STOPPING, Stopped, stop_on_signals
 from studies.watching import differences
 
+from jaxrec import StepInfo
 from jaxrec.checkpoint import images, read_manifest
 
 ROOT = Path(__file__).parent.parent
@@ -346,7 +347,7 @@ def run_of(stall_s, cpu_s, step_s, steps, every_steps=None, full=()):
     for step in range(1, steps + 1):
         clock.now += step_s
         disk.full = step in full
-        saves.hook(state_at(step), step, None, None)
+        saves.after_step(StepInfo(state_at(step), step, {}, {}))
     return clock, disk, saves
 
 

@@ -11,13 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from studies.failure_replay import replay_in_useful_time, replay_in_wall_time
 
-from jaxrec import Batch, Task
+from jaxrec import Batch, Serial, Task
 from jaxrec.checkpoint import Checkpointer, is_intact
 from jaxrec.cpr import Recovery, measure, plan_recovery, schedule
 from jaxrec.cpr.failure import draw_failures
 from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.loop import Serial
 
 HOURS = st.floats(0.01, 100)
 COSTS = st.builds(
@@ -293,9 +292,9 @@ class NotedTables(HostTables):
 def test_recovery_takes_a_plan_in_steps(tmp_path, mode):
     """It saves at the steps of the planned hours: with 90 s per step and a save every 0.1 h, at steps 4, 8 and 12."""
     decided = plan_recovery(SETTING_A, 0.1)._replace(mode=mode, save_every_hours=0.1, total_hours=0.3)
-    with Serial(TASK, state_of("host")) as engine:
-        recovery = engine.enter(Recovery(engine, tmp_path, **decided.in_steps(seconds_per_step=90)))
-        saved = [engine.step for _ in engine.run(map(batch, range(12)), [recovery.hook]) if recovery.saves]
+    recovery = Recovery(tmp_path, **decided.in_steps(seconds_per_step=90))
+    with Serial(TASK, state_of("host"), [recovery]) as engine:
+        saved = [engine.step for _ in engine.run(lambda step: map(batch, range(step, 12))) if recovery.saves]
     assert saved[0] == 4 and recovery.saves == 3 and recovery.mode == mode
 
 

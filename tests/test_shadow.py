@@ -417,7 +417,8 @@ def test_every_wrong_order_of_calls_is_refused_by_name(kind):
     rule = model_averaging()
     make = lambda: kind(AllToAll(rule, PARAMS), **({"every_steps": 1} if kind is Foreground else {}))
     state = state_of(1.0)
-    calls = [lambda s: s.exchange(state), lambda s: s.hook(state, 1, None, None), lambda s: s.finish(state)]
+    info = jaxrec.StepInfo(state, 1, {}, {})
+    calls = [lambda s: s.exchange(state), lambda s: s.after_step(info), lambda s: s.finish(state)]
     for call in calls:
         with pytest.raises(ValueError, match="inside of the `with` block"):
             call(make())

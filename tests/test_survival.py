@@ -10,51 +10,45 @@ import pytest
 from kills import kill_at_call, was_killed
 from strategies import chosen
 from test_recovery import CAPACITY, SCHEMES, SPEC, TASK, batches, fresh, nothing, rows_of, same
+from world import batch_of
 
+from jaxrec import Serial
 from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest, newest_first, read_manifest, restore
 from jaxrec.cpr import Recovery
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, host_plan, rowwise_adagrad
-from jaxrec.loop import Serial, planned
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, rowwise_adagrad
 from jaxrec.oac import Pipeline
 from jaxrec.types import DenseState, TrainState
 
 TOTAL, EVERY = 400, 16
 
 
-def recovery_of(engine, directory, scheme, **more):
+def recovery_of(directory, scheme, **more):
     given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5} | more
-    return Recovery(engine, directory, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
+    return Recovery(directory, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
 
 
 def all_rows(state):
     return {(shard, *key): rows for shard in range(SPEC.shards) for key, rows in rows_of(state, shard).items()}
 
 
-def keep(directory):
-    """A hook that writes the whole state after every step, as a reference."""
-
-    def hook(state, step, plan, metrics):
-        dense = [np.array(leaf) for leaf in jax.tree.leaves(state.dense)]
-        rows = {"/".join(map(str, key)): array for key, array in all_rows(state).items()}
-        with open(directory / "partial", "wb") as file:
-            np.savez(file, **rows, **{f"dense{number}": leaf for number, leaf in enumerate(dense)})
-        os.replace(directory / "partial", directory / f"{step}.npz")
-        return state
-
-    return hook
+def keep(directory, state, step):
+    """Write the whole state after a step, as a reference."""
+    dense = [np.array(leaf) for leaf in jax.tree.leaves(state.dense)]
+    rows = {"/".join(map(str, key)): array for key, array in all_rows(state).items()}
+    with open(directory / "partial", "wb") as file:
+        np.savez(file, **rows, **{f"dense{number}": leaf for number, leaf in enumerate(dense)})
+    os.replace(directory / "partial", directory / f"{step}.npz")
 
 
-def go_on(directory, scheme, steps=0, home="host", hooks=(), given=None, **more):
+def go_on(directory, scheme, steps=0, home="host", before=(), given=None, **more):
     """Restore the newest image if any, and train `steps` more steps; return the state and the recovery."""
     state, image = fresh(home), None
     if newest_first(directory):
         state, image = restore(directory, state)
     first = image.step if image else 0
-    with Serial(TASK, state) as engine:
-        recovery = engine.enter(recovery_of(engine, directory, scheme, image=image, **more))
-        pairs = planned(SPEC, given or batches(first, first + steps), CAPACITY)
-        list(engine.steps(pairs, [*hooks, recovery.hook]))
-    return engine.state, recovery
+    recovery = recovery_of(directory, scheme, image=image, **more)
+    with Serial(TASK, state, [*before, recovery], capacity=CAPACITY) as engine:
+        return engine.train(given or batches(first, first + steps)), recovery
 
 
 def _train_until_killed(directory, notes, scheme, die_at):
@@ -67,7 +61,7 @@ def _train_until_killed(directory, notes, scheme, die_at):
         return save(saver, tables, rows, step, *more)
 
     RowCheckpointer.save = note_and_save
-    go_on(directory, scheme, 60, hooks=[keep(notes)])
+    go_on(directory, scheme, 60, before=[lambda info: keep(notes, info.state, info.step)])
 
 
 def noted(notes, step, rows):
@@ -95,7 +89,7 @@ def replayed(notes, step, scheme):
 def kill_often(tmp_path, scheme, instants):
     directory, notes, killed, step, pls = tmp_path / "run", tmp_path / "notes", 0, 0, 0.0
     notes.mkdir()
-    keep(notes)(fresh("host"), 0, None, None)
+    keep(notes, fresh("host"), 0)
     for number, die_at in enumerate(instants):
         killed += was_killed(_train_until_killed, directory, notes, scheme, die_at)
         if not newest_first(directory):
@@ -151,11 +145,9 @@ def test_what_is_restored_is_what_one_call_gives_in_any_home(tmp_path, home, sch
 
 def test_under_oac_a_run_goes_on_from_what_its_cuts_have_saved(tmp_path):
     def train(state, image, start, stop, directory):
-        with Pipeline(TASK, state, mode="oac", window=4) as pipeline:
-            recovery = pipeline.enter(recovery_of(pipeline, directory, "mfu", image=image))
-            for _ in pipeline.run(batches(start, stop), [recovery.hook]):
-                pass
-        return pipeline.state, recovery
+        recovery = recovery_of(directory, "mfu", image=image)
+        with Pipeline(TASK, state, [recovery], mode="oac", window=4) as pipeline:
+            return pipeline.train(batches(start, stop)), recovery
 
     train(fresh("host"), None, 0, 30, tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -192,14 +184,15 @@ def bytes_of(directory, scheme, saves, rows, **more):
     state = TrainState(
         DenseState(np.int32(0), {"w": np.zeros((1, 100), np.float32)}, ()), HostTables.create(spec, optimizer)
     )
-    plans = [host_plan(spec, {"t": rng.integers(0, rows, rows // 4, dtype=np.int32)}) for _ in range(8)]
+    ids = [rng.integers(0, rows, rows // 4, dtype=np.int32) for _ in range(8)]
+    given = [batch_of({"t": each}, np.ones(len(each), np.float32)) for each in ids]
 
     def count(state, batch, plans):
         return state._replace(dense=state.dense._replace(step=state.dense.step + 1)), {"loss": np.float32(0)}
 
-    with Serial(types.SimpleNamespace(step=count), state) as engine:
-        recovery = engine.enter(Recovery(engine, directory, 8, 8 * saves, scheme=SCHEMES[scheme], **more))
-        list(engine.steps(((None, plans[step % len(plans)]) for step in range(8 * saves)), [recovery.hook]))
+    recovery = Recovery(directory, 8, 8 * saves, scheme=SCHEMES[scheme], **more)
+    with Serial(types.SimpleNamespace(step=count), state, [recovery]) as engine:
+        engine.train(given * saves)
     return recovery.bytes_written
 
 

@@ -8,10 +8,10 @@ from meetings import folded
 from world import batch_of, loss
 
 import jaxrec
+from jaxrec import Serial
 from jaxrec.checkpoint import restore, snapshot, write_image
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
-from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import AllToAll, Foreground, Shadow, model_averaging
 
@@ -37,21 +37,15 @@ def averaging(kind, **more):
     return kind(AllToAll(model_averaging(), {"w": jnp.ones(4)}), **more)
 
 
-def recovery_of(engine, directory, **more):
-    return Recovery(engine, directory, 8, STEPS, scheme=mfu(), fraction=0.5, **more)
+def pipeline(callbacks):
+    return Pipeline(TASK, fresh(), callbacks, mode="oac", window=3)
 
 
-def run(directory, synchroniser, failures=FAILURES, **more):
+def run(directory, synchroniser, failures=FAILURES, changes=(), engine_of=pipeline):
     """Run all three; return the state and the recovery."""
-    with Pipeline(TASK, fresh(), mode="oac", window=3) as pipeline:
-        return train_with(pipeline, directory, synchroniser, failures, **more)
-
-
-def train_with(engine, directory, synchroniser, failures=FAILURES, hook=None):
-    recovery = engine.enter(recovery_of(engine, directory, failures=failures))
-    engine.enter(synchroniser)
-    list(engine.run(batches(), [hook or synchroniser.hook, recovery.hook]))
-    return synchroniser.finish(engine.state), recovery
+    recovery = Recovery(directory, 8, STEPS, scheme=mfu(), fraction=0.5, failures=failures)
+    with engine_of([synchroniser, *changes, recovery]) as engine:
+        return synchroniser.finish(engine.train(batches())), recovery
 
 
 def arrays(state):
@@ -63,8 +57,8 @@ def same(a, b):
 
 
 def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):
-    with Serial(TASK, fresh()) as serial:
-        wanted, plain = train_with(serial, tmp_path / "plain", averaging(Foreground, every_steps=5))
+    serial = lambda callbacks: Serial(TASK, fresh(), callbacks)
+    wanted, plain = run(tmp_path / "plain", averaging(Foreground, every_steps=5), engine_of=serial)
     found, recovery = run(tmp_path / "all", averaging(Foreground, every_steps=5))
     assert same(arrays(found), arrays(wanted)) and recovery.pls == plain.pls > 0
     calm, _ = run(tmp_path / "calm", averaging(Foreground, every_steps=5), failures={})  # negative controls
@@ -74,11 +68,8 @@ def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_p
 
 def test_with_a_shadow_all_ends_are_reached_and_any_replica_supplies_the_dense_state(tmp_path):
     shadow = averaging(Shadow)
-
-    def hook(state, step, plans, metrics):
-        return folded(shadow, state) if step == 20 else shadow.exchange(state)  # ensures one round
-
-    state, recovery = run(tmp_path / "run", shadow, hook=hook)
+    one_round = lambda info: folded(shadow, info.state) if info.step == 20 else None
+    state, recovery = run(tmp_path / "run", shadow, changes=[one_round])
     params, shards = arrays(state)
     assert shadow.rounds >= 1 and recovery.failed == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, shards)))

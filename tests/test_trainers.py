@@ -19,7 +19,7 @@ from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ShardServer, deal
-from jaxrec.shadowsync import FreeStep, model_averaging, train_stretch
+from jaxrec.shadowsync import model_averaging, train_freely
 from jaxrec.task import Task
 from jaxrec.types import ShardsLost
 
@@ -91,7 +91,7 @@ def test_what_counts_as_trained_is_what_has_no_gap_whoever_ends_first():
 
 def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
     host = HostTables.create(SPEC, OWN[1])
-    (wanted,), _ = train_stretch(FreeStep(TASK), [TASK.init(PARAMS, host).dense], host, [batches(0, 1)(0)])
+    (wanted,), _ = train_freely(TASK, PARAMS, host, [batches(0, 1)(0)])
     servers = servers_of()
     trainer = begun(work(), servers)
     progress = wait(trainer, "done")

@@ -10,11 +10,11 @@ from main.click_data import click_job, criteo_clicks, make_model, synthetic_clic
 from main.table_data import table_job, tabular_data
 from main.table_summary import open_schema
 
+from jaxrec import Serial
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.data.criteo import open_encoder, prepare
 from jaxrec.data.tabular import prepare as prepare_table
 from jaxrec.embedding import adagrad
-from jaxrec.loop import fit, planned
 
 DENSE, ROWS = optax.adam(0.01), adagrad(0.1)
 STEPS = 3
@@ -47,7 +47,7 @@ def train_run(directory: Path, data, flags, extra=None, trained=True, job=None):
     job = job or job_for(data)
     state = job.state("host", seed=0)
     if trained:
-        state = fit(job.task, state, planned(job.spec, data.train(0)))
+        state = Serial(job.task, state).train(data.train(0))
     directory.mkdir()
     config = {"experiment": "train", "model": "small_dlrm", "seed": 0, "path": [], "run": "a" * 16, **flags}
     (directory / "config.json").write_text(json.dumps(config))

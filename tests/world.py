@@ -1,4 +1,4 @@
-"""Helpers shared by tests: a small click model, hooks, waiting for threads, Ctrl-C, threads that are left."""
+"""Helpers shared by tests: a small click model, callbacks, waiting for threads, Ctrl-C, threads that are left."""
 
 import contextlib
 import gc
@@ -46,14 +46,13 @@ def pair_batch(size=8, seed=0, **changes):
 
 
 def at_step(step, act):
-    """A hook that calls a function with the state after one given step."""
+    """A callback that calls a function with the state after one given step."""
 
-    def hook(state, number, plan, metrics):
-        if number == step:
-            act(state)
-        return state
+    def callback(info):
+        if info.step == step:
+            act(info.state)
 
-    return hook
+    return callback
 
 
 def until(condition):

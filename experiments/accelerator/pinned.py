@@ -152,7 +152,7 @@ class Exactness:
 
     def _trained(self, place, task, params):
         from jaxrec.embedding import embedding_matrix
-        from jaxrec.loop import Serial
+        from jaxrec.engine import Serial
 
         with Serial(task, task.init(params, place)) as engine:
             losses = [metrics["loss"] for _, metrics in engine.run(synthetic(self.job, STEPS)[1])]

@@ -22,7 +22,8 @@ from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest,
 from jaxrec.cluster import Supervisor
 from jaxrec.cluster.pool import PoolStats, TrainerPool, image_of
 from jaxrec.cluster.trainers import TrainerWork
-from jaxrec.loop import evaluate, planned
+from jaxrec.loop import evaluate
+from jaxrec.prefetch import planned
 from jaxrec.sharding import mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say

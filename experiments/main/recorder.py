@@ -1,4 +1,4 @@
-"""Record of a training run, kept by its hooks: clock, progress bar, losses and evaluations."""
+"""Record of a training run, kept by callbacks: clock, progress bar, losses and evaluations."""
 
 import contextlib
 import itertools
@@ -11,10 +11,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
-from jaxrec.loop import evaluate, planned
+from jaxrec.loop import evaluate
+from jaxrec.prefetch import planned
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import TrainState
@@ -89,28 +91,24 @@ def check_seeds(run: Run, seeds: int) -> None:
         raise ValueError(f"{run.directory} holds a run of one seed: leave out --seeds, or give another --workdir.")
 
 
-class Failures:
-    """Watcher of an engine that records which shards were lost, and when; enter it before the recovery.
+class Failures(Callback):
+    """Records which shards an engine has lost, and when; list it before the recovery, and only together with one.
 
     Args:
-      engine: engine that reports the losses; only with a recovery, as the engine takes any watcher for one that
-        recovers.
       examples_after: step -> examples.
       past: failures recorded before this process.
       note: called with each failure, before anything is recovered.
     """
 
     def __init__(
-        self, engine, examples_after: Callable[[int], int], past: Sequence[dict] = (),
+        self, examples_after: Callable[[int], int], past: Sequence[dict] = (),
         note: Callable[[dict], None] = lambda failure: None,
     ):  # fmt: skip
-        self._engine, self._examples_after, self.seen, self._note = engine, examples_after, [*past], note
+        self._examples_after, self.seen, self._note = examples_after, [*past], note
 
-    def __enter__(self) -> "Failures":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        """Nothing to close."""
+    def begin(self, engine: Any) -> None:
+        """See `Callback`."""
+        self._engine = engine
 
     def recover(self, shards: Sequence[int]) -> None:
         """Record lost shards; the recovery restores them."""
@@ -179,7 +177,7 @@ class Recorder:
 
         unsaved = _without(real, self._failed_before)
         self._failed_before = [*self._failed_before, *unsaved]
-        self._failures = engine.enter(Failures(engine, self.data.examples_after, self._failed_before, note))
+        self._failures = engine.enter(Failures(self.data.examples_after, self._failed_before, note))
         return sum(len(failure["shards"]) for failure in unsaved)
 
     @property
@@ -215,21 +213,21 @@ class Recorder:
             "failures": [*self._failed_before, *(each for each in new if each["step"] <= step)],
         }
 
-    def show(self, state, step, plans, step_metrics):
-        """Hook that advances the bar and keeps the loss; free-running trainers call it after a stretch."""
+    def show(self, info: StepInfo) -> None:
+        """Advance the bar and keep the loss, after every step or stretch."""
+        step, step_metrics = info.step, info.metrics
         self.bar.update(self.data.examples_after(step) - self.bar.n)  # negative after a rollback
         self._losses[step] = step_metrics["loss"]
         while (oldest := next(iter(self._losses))) <= step - _KEPT:  # in the order of steps
             del self._losses[oldest]
-        if plans is not None:
-            capacity = capacity_of(plans)
+        if info.plans:
+            capacity = capacity_of(info.plans)
             if capacity != next(reversed(self._capacity.values())):
                 self._capacity[step] = capacity
         # Reading a loss waits for its step, and the device should run ahead: only every 20 steps.
         if step % 20 == 0 and not self.bar.disable:
-            short = {_SHORT.get(name, name): f"{x:.3g}" for name, x in self.figures(state, step_metrics).items()}
+            short = {_SHORT.get(name, name): f"{x:.3g}" for name, x in self.figures(info.state, step_metrics).items()}
             self.bar.set_postfix(loss=f"{float(step_metrics['loss']):.4f}", **short, refresh=False)
-        return state
 
     def due(self, step: int) -> bool:
         """Whether an evaluation is due and has not been made."""

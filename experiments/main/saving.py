@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest, restore, snapshot, write_image
 from jaxrec.checkpoint.checkpointer import check_same_run
 from jaxrec.checkpoint.format import mark_damaged, remove_partial
@@ -41,8 +42,8 @@ def seconds_between(cost_s: float, failed: bool = False) -> float:
     return max(AFTER_FAILURE_S if failed else AT_LEAST_S, 100 * cost_s / PERCENT)
 
 
-class PeriodicSaves:
-    """Save the state of a run, as a hook, and account for the cost.
+class PeriodicSaves(Callback):
+    """Save the state of a run, and account for the cost.
 
     A failed save is reported at once, and the next one tries again.
 
@@ -50,7 +51,7 @@ class PeriodicSaves:
       every_steps: interval in steps; None to choose it by measured cost, 0 for never.
       extra: step -> JSON values to save with the state.
       past: `totals` of the process that this one resumes.
-      snapshot: the engine's `snapshot_at`, which calls back with a state at rest; None to save in the hook.
+      snapshot: the engine's `snapshot_at`, which calls back with a state at rest; None to save in `after_step`.
     """
 
     def __init__(
@@ -70,26 +71,26 @@ class PeriodicSaves:
         self._snapshot = snapshot
         self._announced = False  # whether a save is pending, or running in a thread of the engine
         self._started = self._reported = 0
-        self._first: int | None = None  # step of the first hook
+        self._first: int | None = None  # step of the first call
         self._checked_step = 0  # the last step that was checked
         self._waited = self._cost_before = 0.0  # seconds
         self._step: int | None = None  # of the last save
         self._failed_before = 0  # failures before it began
 
-    def hook(self, state, step: int, plans, metrics):
+    def after_step(self, info: StepInfo) -> None:
         """Save if due; with `snapshot_at`, at a snapshot of the engine in the next step."""
+        step = info.step
         self._first = step if self._first is None else self._first
         if self._announced:
-            return state
+            return
         idle = self._look()
         ahead = 0 if self._snapshot is None else 1
         if self._is_due(step + ahead, idle):
             if self._snapshot is None:
-                self.save(state)
+                self.save(info.state)
             else:
                 self._announced = True
                 self._snapshot(step + 1, self._save_snapshot, unreached="ignore")
-        return state
 
     def _save_snapshot(self, state):
         try:
@@ -194,7 +195,6 @@ class RecoverySaves:
 
     def __init__(self, recovery: Recovery, clock: Callable[[], float] = time.perf_counter):
         self.recovery, self._clock, self._began = recovery, clock, clock()
-        self.hook = recovery.hook
 
     def ensure_image(self, state) -> None:
         """Do nothing: the run began with an image."""

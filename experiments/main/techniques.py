@@ -1,4 +1,4 @@
-"""The three techniques of a run: devices, engine, hooks and their figures, recovery and failures.
+"""The three techniques of a run: devices, engine, callbacks and their figures, recovery and failures.
 
 Also the placement of the rows, and rounds in the foreground.
 """
@@ -14,13 +14,14 @@ import jax
 import numpy as np
 import optax
 
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
 from jaxrec.embedding import EmbeddingSpec, HostTables, Tables, create_tables
+from jaxrec.engine import Serial
 from jaxrec.files import Lock, local_path, make_directory, write_text
-from jaxrec.loop import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
@@ -88,7 +89,7 @@ def make_engine(config, task: Task, state: TrainState, extra: Mapping[str, Any],
             task, state, rule_of(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
         )
     if config.pipeline == "none":
-        return Serial(task, state, capacity)
+        return Serial(task, state, capacity=capacity)
     return Pipeline(
         task, state, mode=config.pipeline, capacity=capacity, validation=config.stale_rows,
         window=config.window or (WINDOW if config.pipeline in ("oac", "async") else None),
@@ -102,13 +103,12 @@ def as_saved(config, task: Task, state: TrainState) -> TrainState:
 
 
 class Techniques:
-    """Active techniques of a run, beside its engine: hooks and figures."""
+    """Active techniques of a run, which its engine enters, and their figures."""
 
     def __init__(self, config: TechniqueFlags, engine):
         self._engine, self._sync = engine, None
         if config.in_lock_step:
-            self._sync = _rounds(config, engine)
-        self.hooks = [self._sync.hook] if self._sync else []
+            self._sync = engine.enter(_rounds(config, engine))
 
     def figures(self, state: TrainState, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the active techniques' figures, of this process so far; with free-running trainers, of a stretch."""
@@ -132,7 +132,7 @@ class Techniques:
 
 
 def recovery_of(
-    config, engine, directory: Path, steps: int, every: float, image, run: str, extra: Callable,
+    config, directory: Path, steps: int, every: float, image, run: str, extra: Callable,
     copy: Literal["whole", "shards"] = "whole",
 ) -> Recovery:  # fmt: skip
     """Build the recovery that the flags ask for; the caller enters it.
@@ -145,7 +145,7 @@ def recovery_of(
       copy: how images copy the tables: 'whole' or 'shards'.
     """
     return Recovery(
-        engine, directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra, copy=copy,
+        directory, every, steps, mode=_mode(config), image=image, run=run, extra=extra, copy=copy,
         scheme=SCHEMES[config.cpr]() if config.cpr in SCHEMES else None,
         failures=failures_of(config, steps, config.mtbf_steps or steps / 2),
     )  # fmt: skip
@@ -326,14 +326,14 @@ def remembering(optimizer: optax.GradientTransformation, rule: Rule) -> optax.Gr
     return optax.GradientTransformation(init, update)
 
 
-class ForegroundRounds:
-    """Hook that makes a round of all replicas every k steps; its memory is in the training state.
+class ForegroundRounds(Callback):
+    """Callback that makes a round of all replicas every k steps; its memory is in the training state.
 
     Args:
       every_steps: k; rounds are made at its multiples.
 
     Attributes:
-      steps: calls of the hook.
+      steps: steps so far.
       rounds: rounds made, each of all replicas.
     """
 
@@ -341,11 +341,12 @@ class ForegroundRounds:
         self._rule, self._every_steps = rule, every_steps
         self.steps = self.rounds = 0
 
-    def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
+    def after_step(self, info: StepInfo) -> TrainState | None:
         """Make a round if one is due; the state's optimizer must be a `remembering` one."""
         self.steps += 1
-        if step % self._every_steps:
-            return state
+        if info.step % self._every_steps:
+            return None
+        state = info.state
         self.rounds += 1
         known = state.dense.opt_state.memory
         params, shared = jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get((state.dense.params, known)))
@@ -382,11 +383,11 @@ def sync_options(config: TechniqueFlags) -> dict[str, Any]:
 
 
 def _rounds(config, engine):
-    """Return what synchronises replicas in lock step: a foreground hook, or a background thread's handle."""
+    """Return the callback that synchronises replicas in lock step, in the foreground or in the background."""
     if config.sync_every_steps is not None:
         return ForegroundRounds(rule_of(config), config.sync_every_steps)
     one = jax.tree.map(lambda leaf: np.array(leaf[0]), engine.state.dense.params)
-    return engine.enter(SyncGroup(rule_of(config), one, 1, **sync_options(config)).trainer(0))
+    return SyncGroup(rule_of(config), one, 1, **sync_options(config)).trainer(0)
 
 
 def _mode(config) -> Mode:

@@ -13,11 +13,13 @@ from typing import Any
 import optax
 from main.click_data import click_job, make_model, synthetic_clicks
 
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.cpr import Recovery, mfu, ssu
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
-from jaxrec.loop import evaluate, keep_memory, planned, train
+from jaxrec.loop import evaluate, keep_memory
+from jaxrec.prefetch import planned
 from jaxrec.types import TrainState
 from studies.deaths import (
     DeltaWrites,
@@ -26,7 +28,6 @@ from studies.deaths import (
     Losses,
     NotingPipeline,
     NotingSerial,
-    Watcher,
     digest_rows,
     digests,
     of_losses,
@@ -88,8 +89,9 @@ class Killer:
     def _open(self) -> Kill | None:
         return self.kills[-1] if self.kills and self.kills[-1].next_step is None else None
 
-    def hook(self, state: TrainState, step: int, plans, metrics) -> TrainState:
+    def after_step(self, info: StepInfo) -> None:
         """Record a step, and kill the server that the plan names."""
+        step = info.step
         now = time.monotonic()
         self.times.append((now, step))
         last = self.kills[-1] if self.kills else None
@@ -99,7 +101,6 @@ class Killer:
                 last.caught_up = now
         if self._due and step >= self._due[0][0] and self._open is None:
             self._kill(step, self._due[0][1])
-        return state
 
     def _kill(self, step, server):
         process = self.servers.processes[server]
@@ -111,9 +112,9 @@ class Killer:
         self.kills.append(kill)
         self._due.pop(0)
 
-    def started(self, partial: bool) -> Watcher:
-        """Return a watcher to be entered after the supervisor and before the recovery."""
-        return _Calling(self.engine, lambda shards: self._record_started(shards, partial))
+    def started(self, partial: bool) -> Callback:
+        """Return a callback to be listed after the supervisor and before the recovery."""
+        return _Calling(lambda shards: self._record_started(shards, partial))
 
     def _record_started(self, shards, partial):
         now, kill = time.monotonic(), self._open
@@ -125,9 +126,9 @@ class Killer:
             self._before = self._survivors(shards)
             kill.checking_s += time.monotonic() - now
 
-    def restored(self) -> Watcher:
-        """Return a watcher to be entered after the recovery."""
-        return _Calling(self.engine, self._record_restored, self._record_restarted)
+    def restored(self) -> Callback:
+        """Return a callback to be listed after the recovery."""
+        return _Calling(self._record_restored, self._record_restarted)
 
     def _record_restored(self, shards):
         now, kill = time.monotonic(), self._open
@@ -152,12 +153,17 @@ class Killer:
         return {place: digest for place, digest in found.items() if place[1] not in shards}
 
 
-class _Calling(Watcher):
-    """Watcher that calls the given functions."""
+class _Calling(Callback):
+    """Callback that calls the given functions."""
 
-    def __init__(self, engine, recover, restarted=lambda state: None):
-        super().__init__(engine)
-        self.recover, self.restarted = recover, restarted
+    def __init__(self, recover, restarted=lambda state: None):
+        self._recover, self._restarted = recover, restarted
+
+    def recover(self, shards: Sequence[int]) -> None:
+        self._recover(shards)
+
+    def restarted(self, state: TrainState) -> None:
+        self._restarted(state)
 
 
 class ClusterJob:
@@ -176,10 +182,10 @@ class ClusterJob:
         )
         self.eval_step = self.job.eval_step()
 
-    def recovery(self, engine: Any, arm: str, directory: Path, **more: Any) -> Recovery:
-        """Return the recovery of an arm, to be entered."""
+    def recovery(self, arm: str, directory: Path, **more: Any) -> Recovery:
+        """Return the recovery of an arm."""
         mode: dict[str, Any] = {"mode": "full"} if arm == "full" else {"scheme": SCHEMES[arm](), "fraction": FRACTION}
-        return Recovery(engine, directory, self.every, self.steps, copy="shards", **mode, **more)
+        return Recovery(directory, self.every, self.steps, copy="shards", **mode, **more)
 
     def run(
         self, arm: str, plan: Mapping[int, int], cluster: Cluster, above: Path
@@ -199,15 +205,15 @@ class ClusterJob:
             state = self.job.state(servers.tables, self.seed)
             engine = opened.enter_context(NotingPipeline(self.job.task, state, window=WINDOW))
             killer = Killer(engine, servers, plan if arm != "none" else {})
-            log, recovery = engine.enter(Log(engine)), None
+            log, recovery = engine.enter(Log()), None
             if arm != "none":
                 engine.enter(servers)
                 engine.enter(killer.started(arm != "full"))
-                recovery = engine.enter(self.recovery(engine, arm, Path(directory)))
-                engine.enter(Late(engine))
+                recovery = engine.enter(self.recovery(arm, Path(directory)))
+                engine.enter(Late())
                 engine.enter(killer.restored())
-            hooks = [killer.hook] if recovery is None else [recovery.hook, killer.hook]
-            state = train(engine, self.data.train, hooks)
+            engine.enter(killer.after_step)
+            state = engine.train(self.data.train)
             ended = time.monotonic()
             row = {"arm": arm, "seconds": ended - killer.times[0][0]} | self._figures(recovery, killer)
             test = evaluate(state, planned(self.job.spec, self.data.test()), self.eval_step)
@@ -233,7 +239,7 @@ class ClusterJob:
             NotingSerial(self.job.task, self.job.state(tables, self.seed)) as engine,
         ):
             engine.missed = missed
-            recovery = engine.enter(self.recovery(engine, arm, Path(directory), failures=failures))
-            engine.enter(Late(engine))
-            found = digests(train(engine, self.data.train, [recovery.hook]))
+            engine.enter(self.recovery(arm, Path(directory), failures=failures))
+            engine.enter(Late())
+            found = digests(engine.train(self.data.train))
         return found

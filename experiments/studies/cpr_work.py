@@ -14,7 +14,9 @@ from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthe
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
-from jaxrec.loop import Serial, evaluate, fit, keep_memory, planned
+from jaxrec.engine import Serial
+from jaxrec.loop import evaluate, keep_memory
+from jaxrec.prefetch import planned
 
 SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu}
 NODES = 8
@@ -79,9 +81,9 @@ class CprJob:
         return len(self.batches(seed)[0])
 
     def _batches(self, seed: int) -> tuple[list, list]:
-        """Planned training and test batches, shared by all arms of a seed; about 300 bytes per example."""
+        """Training batches and planned test batches, shared by all arms of a seed."""
         data = self.data(seed)
-        return list(planned(self.clicks.spec, data.train(0))), list(planned(self.clicks.spec, data.test()))
+        return list(data.train(0)), list(planned(self.clicks.spec, data.test()))
 
     def run(
         self, scheme: str | None, seed: int, save_every_steps: float, failures: dict[int, list[int]]
@@ -93,7 +95,7 @@ class CprJob:
         batches, test = self.batches(seed)
         row: dict[str, Any] = {"scheme": scheme or "no_failure", "seed": seed, "realized_pls": 0.0}
         if scheme is None:
-            state = fit(self.clicks.task, state, batches)
+            state = Serial(self.clicks.task, state).train(batches)
         else:
             state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
             row |= figures
@@ -103,17 +105,16 @@ class CprJob:
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Train with real saves, losses and restores."""
         whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
-        with tempfile.TemporaryDirectory() as directory, Serial(self.clicks.task, state) as engine:
+        with tempfile.TemporaryDirectory() as directory:
             recovery = Recovery(
-                engine, directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
+                directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
             )  # fmt: skip
-            engine.enter(recovery)
-            for _ in engine.steps(batches, [recovery.hook]):
-                pass
+            with Serial(self.clicks.task, state, [recovery]) as engine:
+                state = engine.train(batches)
         figures = {"realized_pls": recovery.pls, "saves": recovery.saves, "rows_saved": recovery.rows_saved}
-        return engine.state, figures | {"shards_failed": recovery.failed, "stall_seconds": recovery.stall_seconds}
+        return state, figures | {"shards_failed": recovery.failed, "stall_seconds": recovery.stall_seconds}
 
 
 def failures_in_steps(failures, steps: int) -> dict[int, list[int]]:

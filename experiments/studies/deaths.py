@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrec.callbacks import Callback
 from jaxrec.checkpoint import row_deltas
 from jaxrec.embedding import HostTables
-from jaxrec.loop import Serial
+from jaxrec.engine import Serial
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
@@ -49,18 +50,12 @@ class NotingPipeline(Noting, Pipeline):
     """`Pipeline` that records its snapshots."""
 
 
-class Watcher:
-    """Base of watchers, which an engine enters."""
+class Watcher(Callback):
+    """Callback that knows its engine."""
 
-    def __init__(self, engine: Any):
+    def begin(self, engine: Any) -> None:
+        """See `Callback`."""
         self.engine = engine
-        self.losses: Losses = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
 
 
 class DeltaWrites:
@@ -96,7 +91,7 @@ class DeltaWrites:
 
 
 class Log(Watcher):
-    """Watcher before the recovery that records lost shards, by step, and the saves not made by then.
+    """Callback before the recovery that records lost shards, by step, and the saves not made by then.
 
     Attributes:
       losses: losses so far.
@@ -105,8 +100,8 @@ class Log(Watcher):
 
     more = False
 
-    def __init__(self, engine: Any):
-        super().__init__(engine)
+    def __init__(self):
+        self.losses: Losses = {}
         self._writes = DeltaWrites()
 
     @property
@@ -114,11 +109,13 @@ class Log(Watcher):
         """Numbers of the writes of row deltas that a death has voided, for `DeltaWrites`."""
         return tuple(self._writes.failed)
 
-    def __enter__(self):
+    def begin(self, engine: Any) -> None:
+        """See `Callback`."""
+        super().begin(engine)
         self._writes.__enter__()
-        return self
 
-    def __exit__(self, *error):
+    def end(self, error: BaseException | None) -> None:
+        """See `Callback`."""
         self._writes.__exit__()
 
     def recover(self, shards: Sequence[int]) -> None:
@@ -132,7 +129,7 @@ class Log(Watcher):
 
 
 class Late(Watcher):
-    """Watcher after the recovery that makes the saves that lost shards have prevented."""
+    """Callback after the recovery that makes the saves that lost shards have prevented."""
 
     def recover(self, shards: Sequence[int]) -> None:
         """Make the saves that are left."""

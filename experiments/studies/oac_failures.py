@@ -22,7 +22,8 @@ from jaxrec.task import Task
 from jaxrec.types import Batch, TrainState
 
 KINDS = (
-    "send", "gather", "fetch", "write back", "stream raises", "stream blocks", "hook", "ctrl-c", "snapshot", "break",
+    "send", "gather", "fetch", "write back", "stream raises", "stream blocks", "callback", "ctrl-c", "snapshot",
+    "break",
 )  # fmt: skip
 LOSES_ROWS = ("fetch", "write back")
 
@@ -167,7 +168,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
     if trap.fired and any(f"in stage '{stage}'" in note for stage in LOSES_ROWS for note in notes):
         _check_broken(problem, pipeline, check)
         return kind, wrong
-    if kind in ("stream raises", "hook", "ctrl-c", "break"):
+    if kind in ("stream raises", "callback", "ctrl-c", "break"):
         wanted = at if kind in ("stream raises", "break") else trap.at + 1
         check(pipeline.step == wanted, f"stands at step {pipeline.step}, wanted {wanted}")
     check(equal(pipeline.state, problem.states[pipeline.step]), f"differs from the plain loop at step {pipeline.step}")
@@ -204,10 +205,9 @@ def _pipeline(problem, kind, trap, rng):
 def _run(pipeline, stream, kind, at, last, trap):
     """Train until the failure, or until the loop breaks; return the raised error, or None."""
 
-    def hook(state, step, plans, metrics):
-        if kind == "hook":
+    def fail(info):
+        if kind == "callback":
             trap()
-        return state
 
     def save(state):
         trap.fired = True
@@ -215,9 +215,10 @@ def _run(pipeline, stream, kind, at, last, trap):
 
     try:
         with pipeline:
+            pipeline.enter(fail)
             if kind == "snapshot":
                 pipeline.snapshot_at(at, save)
-            for _ in pipeline.run(stream, [hook]):
+            for _ in pipeline.run(stream):
                 if kind == "ctrl-c":
                     trap()
                 if kind in ("stream blocks", "break") and pipeline.step == last:

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jaxrec.embedding import HostTables, capacity_of
-from jaxrec.loop import keep_memory, planned
+from jaxrec.loop import keep_memory
+from jaxrec.prefetch import planned
 from jaxrec.shadowsync import (
     Foreground,
     Rule,

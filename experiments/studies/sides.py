@@ -46,7 +46,7 @@ class JaxSide:
     def run(self, steps: int) -> float:
         """Seconds per step of the loop: its thread plans on the host, or sends batches to a GPU, which plans them."""
         from jaxrec.embedding import capacity_of
-        from jaxrec.loop import planned
+        from jaxrec.prefetch import planned
 
         batches = (self.batches[i % BATCHES] for i in range(steps + 1))
         with contextlib.closing(planned(self.spec, batches, self.capacity)) as pairs:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from jaxrec.bounds import whole_number
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint.format import (
     DamagedImage,
     Image,
@@ -177,11 +178,12 @@ def check_same_run(directory: Path, run: str) -> None:
             )
 
 
-class Checkpointer(BackgroundSaver):
+class Checkpointer(BackgroundSaver, Callback):
     """Background saver of images of a run, one at a time while training continues.
 
-        with Checkpointer(directory) as checkpointer:                         # run=image.run to continue a run
-            state = fit(state, batches, step, hooks=[every(1000, lambda s, *_: checkpointer.save(s) and s)])
+        saves = Checkpointer(directory, every_steps=1000)                     # run=image.run to continue a run
+        with Serial(task, state, [saves]) as engine:
+            state = engine.train(batches)
 
     Args:
       directory: directory of the images step_N; created if missing.
@@ -189,6 +191,7 @@ class Checkpointer(BackgroundSaver):
       run: run id, as returned by `restore` (`image.run`); a new one if None.
       copy: 'whole' blocks training while the state is copied in memory, and writes the copy in the background; 'shards'
         blocks training until the image is written, with about one shard of extra memory.
+      every_steps: interval at which a callback saves, at snapshots of its engine; None to only `save` by hand.
 
     Raises:
       ValueError: the directory holds images of another run, or another saver uses it.
@@ -201,13 +204,34 @@ class Checkpointer(BackgroundSaver):
         keep: int = 2,
         run: str | None = None,
         copy: Literal["whole", "shards"] = "whole",
+        every_steps: int | None = None,
     ):
         whole_number("keep", keep)
+        self._every_steps = None if every_steps is None else whole_number("every_steps", every_steps)
         if copy not in ("whole", "shards"):
             raise ValueError(f"copy={copy!r} must be 'whole' or 'shards'.")
         super().__init__(directory, "images", run)
         self._keep, self._copy = keep, copy
         remove_partial(self.directory, "step_")
+
+    def begin(self, engine: Any) -> None:
+        """Announce the first save to an engine."""
+        self._engine = engine
+        self._announce(engine.step + 1)
+
+    def after_step(self, info: StepInfo) -> None:
+        """Announce the save of the next step, if it is due."""
+        self._announce(info.step + 1)
+
+    def end(self, error: BaseException | None) -> None:
+        """Wait for the last save, as on leaving the `with` block."""
+        del self._engine  # a cycle would keep the tables in memory
+        self.__exit__(type(error) if error else None, error, None)
+
+    def _announce(self, step):
+        # A step ahead, as an engine takes the snapshot of a step right after its callbacks.
+        if self._every_steps and step % self._every_steps == 0:
+            self._engine.snapshot_at(step, self.save, unreached="ignore")
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
         """Copy the state and start writing it; return the seconds that training waited.

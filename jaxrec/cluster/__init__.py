@@ -2,10 +2,9 @@
 
     with Cluster() as cluster:                                       # Ray on this machine, or Cluster("auto")
         servers = Supervisor(cluster, task.spec, task.row_optimizer, servers=2)
-        with Pipeline(task, task.init(params, servers.tables), window=4) as engine:
-            engine.enter(servers)                                    # before the recovery, which restores the rows
-            recovery = engine.enter(Recovery(engine, directory, ...))
-            train(engine, stream, hooks=[recovery.hook])
+        recovery = Recovery(directory, ...)                          # after the servers, whose rows it restores
+        with Pipeline(task, task.init(params, servers.tables), [servers, recovery], window=4) as engine:
+            engine.train(batches)
 
 Only this package needs the extra `[cluster]`; it imports Ray when a `Cluster` is entered.
 """

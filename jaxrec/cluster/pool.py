@@ -153,7 +153,7 @@ class TrainerPool:
         return list(self._progress)
 
     def __enter__(self) -> "TrainerPool":
-        self._servers.__enter__()  # from here on rows are restored
+        self._servers.begin(self)  # from here on rows are restored
         self._started_at = time.monotonic()
         self._sync_servers.start()
         self._trainers = [self._start_trainer(number, None) for number in range(len(self._progress))]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.callbacks import Callback
 from jaxrec.cluster.processes import Process
 from jaxrec.cluster.runtime import Cluster, import_ray
 from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
@@ -45,11 +46,11 @@ class Death(NamedTuple):
     at: float  # time of detection, in seconds of `time.monotonic`
 
 
-class Supervisor:
-    """Starts P shard servers on Ray and replaces dead ones; a watcher that the engine enters before the recovery.
+class Supervisor(Callback):
+    """Starts P shard servers on Ray and replaces dead ones; a callback that an engine lists before the recovery.
 
-    Enter it only together with a recovery: otherwise the rows of a successor would stay initial ones. When it is not
-    entered, a death ends the run with `ShardsLost`; resume it from its last save.
+    List it only together with a recovery: otherwise the rows of a successor would stay initial ones. When it is not
+    listed, a death ends the run with `ShardsLost`; resume it from its last save.
 
     Args:
       cluster: the entered cluster.
@@ -129,10 +130,10 @@ class Supervisor:
         """Description of the dead servers that have no successor in use yet; '' if there are none."""
         return "; ".join(reason for server in self._in_use if (reason := self._lost_reason(server)))
 
-    # ---- the watcher
+    # ---- the callback
 
     def recover(self, shards: Sequence[int]) -> None:
-        """Replace dead servers by successors, whose rows the recovery entered after this watcher restores.
+        """Replace dead servers by successors, whose rows the recovery after this callback restores.
 
         Args:
           shards: shards that the engine has lost, possibly some of living servers, which are left alone.
@@ -155,15 +156,12 @@ class Supervisor:
             return str(lost)
         return ""
 
-    def __enter__(self) -> "Supervisor":
+    def begin(self, engine: Any) -> None:
+        """Start to replace servers. They outlive the engine, for reads after the run, until `close`."""
         self._entered = True  # from here on a recovery restores rows
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Leave the servers running, for reads after the run; `close`, or the end of the cluster, ends them."""
 
     def close(self) -> None:
-        """End the servers; their rows are lost."""
+        """End the servers, as the end of the cluster does; their rows are lost."""
         self._closed.set()
         self._thread.join()
         self.tables.close()

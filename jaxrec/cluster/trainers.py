@@ -23,8 +23,9 @@ from jaxrec.cluster.processes import unpacked
 from jaxrec.cluster.sync_servers import SyncClient
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import Server
-from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow, train_stretch
+from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow
 from jaxrec.shadowsync.params import with_floating
+from jaxrec.shadowsync.workers import train_stretch
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_dense
 from jaxrec.task import Task

@@ -4,12 +4,12 @@
 engine. Read `schedule` first for the equations, then `priority` for the choice of rows, then `recovery`.
 """
 
+from jaxrec.callbacks import RolledBack
 from jaxrec.cpr.costs import measure
 from jaxrec.cpr.failure import Failures, draw_failures, place_failures
 from jaxrec.cpr.priority import Priority, mfu, random, round_robin, scar, ssu
 from jaxrec.cpr.recovery import Recovery
 from jaxrec.cpr.schedule import Costs, Overhead, RecoveryPlan, plan_recovery
-from jaxrec.types import RolledBack
 
 __all__ = [
     "Costs", "Failures", "Overhead", "Priority", "Recovery", "RecoveryPlan", "RolledBack",

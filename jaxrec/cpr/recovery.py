@@ -12,9 +12,8 @@ The schedule, in steps:   every save_every_steps a regular save, of everything w
 Every save also holds the dense state and the figures of the recovery, so that a run survives the loss of its process:
 
     state, image = restore(directory, state)                    # base + deltas + the dense state saved last
-    with Serial(task, state) as engine:
-        recovery = engine.enter(Recovery(engine, directory, image=image, ...))
-        train(engine, stream, hooks=[recovery.hook])            # the stream continues from engine.step
+    with Serial(task, state, [Recovery(directory, image=image, ...)]) as engine:
+        state = engine.train(lambda step: batches[step:])       # continues from engine.step
 
 A snapshot is the state of a step that the engine hands to a save announced with `Engine.snapshot_at`.
 
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxrec.bounds import is_positive, real_number, whole_number
+from jaxrec.callbacks import Callback, RolledBack, StepInfo
 from jaxrec.checkpoint import Image, images, newest_first, read_manifest, restore, restore_each
 from jaxrec.checkpoint.format import mark_damaged
 from jaxrec.cpr.priority import Priority, budget_rows
@@ -41,7 +41,7 @@ from jaxrec.cpr.tracking import RowTracker, ranges_of
 from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
-from jaxrec.types import Plan, RolledBack, ShardsLost, TrainState
+from jaxrec.types import ShardsLost, TrainState
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
@@ -66,8 +66,8 @@ def check_shards(spec, shards):
         raise ValueError(f"shards={list(shards)} must be distinct and lie between 0 and {spec.shards - 1}.")
 
 
-def check_scheme(spec, mode, scheme, whole):
-    """Raise if a scheme does not fit the mode or the tables."""
+def check_scheme(mode, scheme, whole):
+    """Raise if a scheme does not fit the mode."""
     if mode not in ("partial", "full"):
         raise ValueError(f"mode={mode!r} must be 'partial' or 'full'.")
     if scheme is not None and not isinstance(scheme, Priority):
@@ -76,30 +76,24 @@ def check_scheme(spec, mode, scheme, whole):
         raise ValueError(f"full recovery goes back to whole images: scheme={scheme.name!r} must be None.")
     if whole and scheme and not scheme.by_tracker:
         raise ValueError(f"scheme={scheme.name!r} compares all rows: leave whole empty, not {list(whole)}.")
-    if unknown := set(whole) - set(spec.tables):
-        raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
 
 
 _FIGURES = ("pls", "failed", "lost_steps", "rows_saved", "saves")  # restored when a run is resumed
 
 
-# Engine -> its recovery: a second one would not know which rows the first has restored.
-_recoveries: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+class Recovery(Callback):
+    """Saves the embedding rows of a run and restores lost shards; callback of an engine, serial or OAC's pipeline.
 
+        recovery = Recovery(directory, save_every_steps=1000, total_steps=9000, scheme=mfu())
+        with Serial(task, state, [recovery]) as engine:
+            state = engine.train(lambda step: batches[step:])   # or, between two steps, recovery.recover([3])
 
-class Recovery:
-    """Saves the embedding rows of a run and restores lost shards; watches an engine, serial or OAC's pipeline.
-
-        with Serial(task, state) as engine:
-            recovery = engine.enter(Recovery(engine, directory, save_every_steps=1000, total_steps=9000, scheme=mfu()))
-            train(engine, stream, hooks=[recovery.hook])        # or, between two steps, recovery.recover([3])
-
-    Entering it saves the state as a base, unless all rows are initial ones, which can be regenerated; with full
+    At its beginning it saves the state as a base, unless all rows are initial ones, which can be regenerated; with full
     recovery always, as dense parameters must be restorable too. It saves snapshots that the engine takes between steps.
-    When the engine finds shards lost, it calls `recover` after the step and its snapshot.
+    When the engine finds shards lost, it calls `recover` after the step and its snapshot. With full recovery the engine
+    wants its batches as a function of the step, as it may go back.
 
     Args:
-      engine: engine of the run, see `jaxrec.engine.Engine`.
       directory: directory of the run's images; created if missing.
       save_every_steps: T_save.
       total_steps: length of the run, for the portion of lost samples.
@@ -128,17 +122,17 @@ class Recovery:
       lost_steps: number of steps trained again, with full recovery.
 
     Raises:
-      ValueError: a number is out of range, a table is unknown, full recovery has a scheme, or SCAR has `whole`. On
-        entering: the directory holds images and `image` is not the newest intact one, or another saver has the
-        directory.
-      OSError: on entering, the base cannot be written.
+      ValueError: a number is out of range, full recovery has a scheme, or SCAR has `whole`. At its beginning: a table,
+        step or shard is unknown; the directory holds images and `image` is not the newest intact one; another saver has
+        the directory.
+      OSError: at its beginning, the base cannot be written.
 
-    If a save fails with an OSError, training continues with a warning: its rows stay unsaved. Leaving the recovery
-    raises the error of the last save.
+    If a save fails with an OSError, training continues with a warning: its rows stay unsaved. The end of the engine's
+    block raises the error of the last save.
     """
 
     def __init__(
-        self, engine, directory: str | Path, save_every_steps: float, total_steps: int, mode: Mode = "partial",
+        self, directory: str | Path, save_every_steps: float, total_steps: int, mode: Mode = "partial",
         scheme: Priority | None = None, fraction: float = 0.125, whole: Collection[str] = (),
         failures: Mapping[int, Sequence[int]] | None = None, image: Image | None = None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
@@ -146,21 +140,16 @@ class Recovery:
     ):  # fmt: skip
         self._total_steps, self._extra = total_steps, extra
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
-        self._engine, self.spec = engine, engine.tables.spec
         real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
         whole_number("total_steps", total_steps)
         whole_number("pick_ahead_steps", pick_ahead_steps, 0)
         budget_rows(1, fraction)  # raises if `fraction` is out of range
-        check_scheme(self.spec, mode, scheme, whole)
-        first = 1 if image else engine.step + 1  # a run that goes on may name what came before its image
-        why = ", the steps that this run trains: elsewhere nothing would fail. Give one of these, or more total_steps"
-        for step, shards in (failures or {}).items():
-            whole_number("a step of failures", step, first, total_steps, why)
-            check_shards(self.spec, shards)
+        check_scheme(mode, scheme, whole)
         self.directory, self.mode = local_path(directory), mode
         self._schedule = SaveSchedule(save_every_steps, save_every_steps * fraction if scheme else save_every_steps)
         self._failures = dict(failures or {})
-        self._row_tracker = RowTracker(self.spec, scheme, fraction, ranges_of(self.spec, whole)) if scheme else None
+        self._scheme, self._fraction, self._whole = scheme, fraction, whole
+        self._row_tracker: RowTracker | None = None  # set by `begin` if there is a scheme
         self._scheme_name = scheme.name if scheme else None
         ahead = pick_ahead_steps if scheme and scheme.by_tracker else 0
         self._pick_ahead_steps = max(0, min(ahead, int(self._schedule.partial_interval) - 1))
@@ -168,13 +157,18 @@ class Recovery:
         # Weak: in a cycle, the tables of a run that is over would stay in memory until Python looks for cycles.
         figures = weakref.WeakMethod(self._figures)
         self._saves = Saves(
-            self.directory, self.spec, self._schedule, self._row_tracker, most, copy,
+            self.directory, self._schedule, most, copy,
             lambda step, regular: figures()(step, regular),  # type: ignore[misc]
         )  # fmt: skip
-        self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed on leaving
+        self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed at the end
         self._announced_step = 0  # step of the announced snapshot
         self.closed = False
         self._seen_step, self._rolling_back = 0, False  # last step known to the trackers or saved
+
+    @property
+    def goes_back(self) -> bool:  # type: ignore[override]
+        """See `Callback`."""
+        return self.mode == "full"
 
     # ---- figures
 
@@ -222,30 +216,39 @@ class Recovery:
         regular = known.get("regular", step)
         # Counted once: a shard that fails next is restored to what was restored now.
         if regular < step:
-            self.pls += self._lost_portion(step, regular, self.spec.shards)
+            self.pls += self._lost_portion(step, regular, self._engine.tables.spec.shards)
 
     def _lost_portion(self, step, saved, shards):
-        return lost_portion(step, saved, max(self._total_steps, step), self.spec.shards, shards)
+        return lost_portion(step, saved, max(self._total_steps, step), self._engine.tables.spec.shards, shards)
 
-    # ---- entering and leaving
+    # ---- beginning and end
 
-    def __enter__(self) -> "Recovery":
-        state, image = self._engine.state, self._image
-        step = self._engine.step
+    def begin(self, engine: Any) -> None:
+        """Lock the directory, and save a base if the rows cannot be regenerated."""
+        state, step, image = engine.state, engine.step, self._image
+        spec = state.tables.spec
         # Before anything is opened, so that the directory of another run is left unchanged.
         if self._saves.opened:
-            raise ValueError("this recovery was entered before: it watches one run, once.")
-        other = _recoveries.get(self._engine, lambda: None)()
-        if other is not None and not other.closed:
-            raise ValueError(f"this engine has a recovery already, which saves in {other.directory}: leave it first.")
+            raise ValueError("this recovery has begun before: it watches one run, once.")
+        for other in engine.callbacks:
+            if isinstance(other, Recovery):  # which of them has restored a row, the other would not know
+                raise ValueError(f"this engine has a recovery already, which saves in {other.directory}.")
+        if unknown := set(self._whole) - set(spec.tables):
+            raise ValueError(f"whole names unknown tables {sorted(unknown)}; known: {list(spec.tables)}.")
+        first = 1 if image else step + 1  # a run that goes on may name what came before its image
+        why = ", the steps that this run trains: elsewhere nothing would fail. Give one of these, or more total_steps"
+        for at, shards in self._failures.items():
+            whole_number("a step of failures", at, first, self._total_steps, why)
+            check_shards(spec, shards)
         check_image(self.directory, image, step)
-        with self._saves.open(step, image, self._run_id) as opened:
+        self._engine = engine
+        if self._scheme:
+            self._row_tracker = RowTracker(spec, self._scheme, self._fraction, ranges_of(spec, self._whole))
+        with self._saves.open(spec, self._row_tracker, step, image, self._run_id) as opened:
             # Within the block, so that the directory is unlocked if the base cannot be written.
             self._begin(state, step)
             self._announce_save(step)
             self._on_exit = opened.pop_all()
-        _recoveries[self._engine] = weakref.ref(self)
-        return self
 
     def _begin(self, state, step):
         """Start trackers and figures of a new or resumed run, and save a base if needed."""
@@ -263,8 +266,8 @@ class Recovery:
         if base_wanted:
             self._saves.save_base(state, must_succeed=True)
 
-    def __exit__(self, kind, error, trace) -> None:
-        # First, so that a late call of the hook is refused and picks nothing.
+    def end(self, error: BaseException | None) -> None:
+        """Wait for the last save, and unlock the directory."""
         self.closed = True
         self._withdraw_save()
         try:
@@ -273,35 +276,27 @@ class Recovery:
                 self._row_tracker.close()
                 if error is None:
                     self._row_tracker.drop_picks()  # raises an error of the picker
-            if error is None:
-                self._warn_missed(self._engine.step)
         finally:
-            self._on_exit.__exit__(kind, error, trace)
+            del self._engine  # a cycle would keep the tables in memory
+            self._on_exit.__exit__(type(error) if error else None, error, None)
 
     # ---- each step
 
-    def hook(self, state: TrainState, step: int, plans: dict[str, Plan], metrics) -> TrainState:
-        """Track the batch, and announce the next save and emulated failure to the engine.
-
-        Raises:
-          ValueError: the recovery was not entered, or the step is not the engine's.
-        """
-        self._refuse_closed()
-        if step != self._engine.step:
-            raise ValueError(f"step {step} is not that of this recovery's engine, {self._engine.step}: train with it.")
-        if step <= self._seen_step:
-            raise ValueError(f"step {step} was seen before: give the hook once, to this recovery's engine.")
-        if self._warn_missed(step - 1):
-            self._saves.require_base()  # it is unknown which rows have changed
+    def after_step(self, info: StepInfo) -> None:
+        """Track the batch, and announce the next save and emulated failure to the engine."""
+        step = info.step
+        if step > self._seen_step + 1:
+            # A callback before this one has failed since, so that it is unknown which rows have changed.
+            self._saves.require_base()
         self._seen_step = step
         if self._row_tracker:
-            # The snapshot is of this step: an engine runs hooks first, then takes it.
+            # The snapshot is of this step: an engine calls its callbacks first, then takes it.
             if step == self._announced_step:
                 # Before this batch is reported, which then waits for the save: that tracks it, except for the rows that
                 # it holds.
                 self._row_tracker.begin_snapshot(step)
             # Before a pick starts, which must know this batch.
-            self._row_tracker.mark_trained(step, plans)
+            self._row_tracker.mark_trained(step, info.plans)
             if self._pick_ahead_steps and self._schedule.due(step + self._pick_ahead_steps):
                 self._row_tracker.pick_ahead(step, step + self._pick_ahead_steps, self._saves.settle)
         # Announced a step ahead, also if two saves follow each other.
@@ -310,7 +305,6 @@ class Recovery:
             # The engine calls `recover` after the snapshot. Removed, as a rollback may reach this step again and a
             # failure happens once.
             self._engine.lose(self._failures.pop(step))
-        return state
 
     def _announce_save(self, step):
         """Announce the snapshot of the next step, right after which the engine takes it, if a save is due."""
@@ -326,19 +320,8 @@ class Recovery:
 
     def _save_snapshot(self, step, state):
         if self._seen_step < int(state.dense.step):
-            self._saves.require_base()  # an earlier hook failed, so the batch was not tracked
+            self._saves.require_base()  # an earlier callback failed, so the batch was not tracked
         self._saves.save_snapshot(step, state)
-
-    def _warn_missed(self, step):
-        """Return whether steps up to this one were trained without the hook, with a warning if so."""
-        if step <= self._seen_step:
-            return False
-        warnings.warn(
-            f"steps {self._seen_step + 1} to {step} were trained without recovery.hook: hooks=[recovery.hook] has "
-            "what they changed saved.",
-            stacklevel=4,
-        )
-        return True
 
     def save_whole(self) -> None:
         """Save all rows and the dense state between two steps, and wait until they are on disk.
@@ -346,7 +329,7 @@ class Recovery:
         A run restored from this image continues bit for bit.
 
         Raises:
-          ValueError: the recovery was not entered, or it is called within a hook.
+          ValueError: the recovery has not begun, or it is called in `after_step` of a callback.
           OSError: the disk is full or read-only; earlier saves are unchanged.
         """
         self._refuse_closed()
@@ -376,7 +359,7 @@ class Recovery:
 
     def _refuse_closed(self):
         if not self._saves.opened:
-            raise ValueError("enter the recovery before the first step: engine.enter(recovery).")
+            raise ValueError("this recovery has not begun: list it in the callbacks of an engine, and enter that.")
         if self.closed:
             raise ValueError("this recovery is closed: the block of its engine was left. Make one for each run.")
 
@@ -391,13 +374,13 @@ class Recovery:
           shards: numbers of the shards lost in all stacks.
 
         Raises:
-          RolledBack: with full recovery; `train` handles it.
+          RolledBack: with full recovery; the engine handles it.
           DamagedImage: no image is intact; nothing has changed.
-          ValueError: there is no such shard, the recovery was not entered, or it is called within a hook (use
-            `engine.lose` there).
+          ValueError: there is no such shard, the recovery has not begun, or it is called in `after_step` of a callback
+            (use `engine.lose` there).
         """
         self._refuse_closed()
-        check_shards(self.spec, shards)
+        check_shards(self._engine.tables.spec, shards)
         if self.mode == "full":  # raised, as the state of a running engine cannot be replaced
             raise RolledBack(lambda: self._roll_back(len(shards)))
         # With exclusive access: no other thread may read rows of a partly restored shard.

@@ -48,9 +48,7 @@ class Saves:
 
     Args:
       directory: directory of the run's images.
-      spec: spec of the tables.
       schedule: schedule of the saves.
-      row_tracker: picks the rows to save; None saves all rows.
       most_deltas: as for `RowCheckpointer`.
       copy: as for `Checkpointer`, for whole images.
       figures: (step, step of the last regular save) -> JSON values to record in the manifest.
@@ -64,14 +62,13 @@ class Saves:
     def __init__(
         self,
         directory: Path,
-        spec: EmbeddingSpec,
         schedule: SaveSchedule,
-        row_tracker: RowTracker | None,
         most_deltas: int,
         copy: Literal["whole", "shards"],
         figures: Callable[[int, int], dict[str, Any]],
     ):
-        self.directory, self._spec, self._schedule, self._row_tracker = directory, spec, schedule, row_tracker
+        self.directory, self._schedule = directory, schedule
+        self._row_tracker: RowTracker | None = None  # set by `open`, as is the spec
         self._most_deltas, self._copy, self._figures = most_deltas, copy, figures
         self._checkpointer: Any = None  # Checkpointer, set by `open`
         self._row_checkpointer: Any = None  # RowCheckpointer, set by `open` if rows are tracked
@@ -81,11 +78,19 @@ class Saves:
         self._needs_base = False
         self.regular, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0.0
 
-    def open(self, step: int, image: Image | None, run: str | None = None) -> contextlib.ExitStack:
-        """Lock the directory for the savers of this run, or for none of them; closing the result unlocks it.
+    def open(
+        self, spec: EmbeddingSpec, row_tracker: RowTracker | None, step: int, image: Image | None, run: str | None
+    ) -> contextlib.ExitStack:
+        """Lock the directory for the savers of a run, or for none of them; closing the result unlocks it.
 
-        The state is of this step, and was restored from `image` if that is not None.
+        Args:
+          spec: spec of the tables.
+          row_tracker: picks the rows to save; None saves all rows.
+          step: step of the state, which was restored from `image` if that is not None.
+          image: image of this directory, or None.
+          run: id of the run; that of the image, or a new one, if None.
         """
+        self._spec, self._row_tracker = spec, row_tracker
         with contextlib.ExitStack() as opened:
             # Both savers use the same run id.
             run, base = (run or image.run, image.path) if image else (run, None)

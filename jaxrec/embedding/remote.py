@@ -342,8 +342,7 @@ class RemoteTables(PutCounts):
     def replace(self, server: Server) -> None:
         """Replace a lost server by its successor, whose rows are used as they are from here on.
 
-        To be called by `recover(shards)` of a watcher that is entered before the `Recovery`, which then restores the
-        rows.
+        To be called by `recover` of a callback that is listed before the `Recovery`, which then restores the rows.
 
         Args:
           server: handle of a server of the same shards and a higher incarnation.

@@ -17,11 +17,12 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 
+from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostTables
 from jaxrec.engine import (
     CHECK_EVERY_STEPS,
@@ -47,9 +48,7 @@ class Pipeline(Engine):
     """Trains over `HostTables` or `RemoteTables` with up to W batches in flight.
 
         with Pipeline(task, task.init(params, "host"), window=8) as pipeline:
-            for state, metrics in pipeline.run(batches):
-                ...
-        state = pipeline.state
+            state = pipeline.train(batches)
 
     Modes: `sync` gathers a batch when the previous one is written; plans and inputs are prefetched. `oac` gives bitwise
     the same results with W batches in flight. `async` repairs nothing and writes with `add`, as Marius (OSDI 2021):
@@ -63,11 +62,12 @@ class Pipeline(Engine):
     However a run ends, committed rows are written, and every failure is raised, with a note that names its stage and
     batch; after a failure that has lost rows, every call raises `BrokenEngine`. Metrics are those of the update and,
     where rows are repaired, 'stale_rows', whose last writer was not written when the gather began, and 'patched_rows',
-    taken from the ring. Hooks may change the values of the dense state.
+    taken from the ring. Callbacks may change the values of the dense state.
 
     Args:
       task: Task, whose `update` runs in every mode.
       state: TrainState with tables in host memory or at servers; its dense half is donated.
+      callbacks: see `Engine`.
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
         semisync (1).
@@ -100,12 +100,12 @@ class Pipeline(Engine):
     _snapshots: SnapshotSaver
 
     def __init__(
-        self, task: Task, state: TrainState, *, mode: str = "oac", window: int | None = None,
-        send: Callable | None = None, fetch: Callable | None = None,
+        self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *, mode: str = "oac",
+        window: int | None = None, send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
         skip_stale_reads: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(callbacks)
         self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
         self._iterating: threading.Thread | None = None  # thread that iterates over the run
         self._left = True
@@ -162,18 +162,14 @@ class Pipeline(Engine):
         """Number of committed steps."""
         return self._progress.step
 
-    def _refuse_run(self):
-        super()._refuse_run()
-        self._refuse()
-
-    def _over(self, stream, hooks):
+    def _over(self, stream):
         at_yield = False
         try:
             self._begin_run(stream)
-            # Shards that a hook marked as lost in an earlier run, which a later hook then ended.
+            # Shards that a callback marked as lost in an earlier run, which a later one then ended.
             self._recover_emulated()
             while (number := self._next_batch_number()) is not None:
-                metrics = self._train(number, hooks)
+                metrics = self._train(number)
                 self._losses.check(CHECK_EVERY_STEPS)
                 at_yield = True
                 yield self._state, metrics
@@ -184,7 +180,7 @@ class Pipeline(Engine):
             if not self._unraised:
                 self._recover_lost()
         except BaseException as error:
-            if at_yield and isinstance(error, GeneratorExit):  # the run is left, not a hook's own GeneratorExit
+            if at_yield and isinstance(error, GeneratorExit):  # the run is left, not a callback's own GeneratorExit
                 # Possibly in a finalizer, where Python prints exceptions and drops them.
                 self._leave(postpone=self._within > 0)
                 if self._unraised and not self._within:  # else `with` or `close` raises it
@@ -215,18 +211,17 @@ class Pipeline(Engine):
             self._recover_lost()
         return number
 
-    def _train(self, number, hooks):
+    def _train(self, number):
         plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
         try:
             with uninterrupted(reraise=False) as deferred:
                 metrics = self._commit(number)
-            # A Ctrl-C during the commit is deferred until the hooks of its step are done; one during the hooks is not
-            # deferred.
+            # A Ctrl-C during the commit is deferred until the callbacks of its step are done; one during them is not.
             try:
-                self._run_hooks(hooks, plans, metrics)
+                self._after_step(plans, metrics)
                 # Before the snapshot, which cannot save rows of lost shards.
                 self._recover_lost()
-                # After the hooks, as their changes of the dense state belong to the step.
+                # After the callbacks, as their changes of the dense state belong to the step.
                 self._snapshots.begin(self.step, self._workers)
                 # After the snapshot, so that recovery from an emulated failure can use the save of this step.
                 self._recover_emulated()
@@ -258,16 +253,16 @@ class Pipeline(Engine):
         self._losses.note(self.step, metrics)
         return metrics
 
-    def _take_from_hook(self, given, found):
+    def _take_from_callback(self, given, found):
         if found.tables not in (self._guarded_tables, self.tables):
-            raise ValueError("a hook returned a state with other tables: change rows in pipeline.exclusive().")
-        check_same_shapes(given.dense, found.dense, "a hook returned a dense state of other shapes")
+            raise ValueError("a callback returned a state with other tables: change rows in pipeline.exclusive().")
+        check_same_shapes(given.dense, found.dense, "a callback returned a dense state of other shapes")
         self._device_step.dense = found.dense
 
     def drain(self) -> HostTables:
         """Wait until all committed batches are written; return the tables, which then match `state.dense`.
 
-        For the committing thread, for example in a hook that evaluates. Batches gathered already stay valid. In
+        For the committing thread, for example in a callback that evaluates. Batches gathered already stay valid. In
         semisync it blocks until the next batch has arrived and been gathered, as that batch must not see the rows of
         the current one.
 
@@ -292,8 +287,8 @@ class Pipeline(Engine):
 
             pipeline.exclusive(lambda tables: restore_shards(path, tables, [shard])[0])
 
-        For the committing thread, between steps or in a hook; later hooks and the yielded state see the changed tables.
-        Tables in host memory are changed in place.
+        For the committing thread, between steps or in a callback; later ones and the yielded state see the changed
+        tables. Tables in host memory are changed in place.
 
         Args:
           change: (tables) -> tables; must return the same object. Called again after recovery if it meets lost shards.
@@ -339,7 +334,6 @@ class Pipeline(Engine):
 
         Args and errors are those of `Engine.snapshot_at`; any error of the save of an earlier snapshot is raised too.
         """
-        self._refuse()
         self._check_snapshot_saved()
         super().snapshot_at(step, save, unreached)
 
@@ -369,14 +363,14 @@ class Pipeline(Engine):
 
     def _recover_during_change(self, shards):
         self.scheduler.mark_lost(shards)
-        in_hooks, self._in_hook = self._in_hook, False  # watchers read the state
+        within, self._in_callback = self._in_callback, False  # a recovery reads the state
         try:
-            self._recover(self.scheduler.lost_shards, begin_snapshot=not in_hooks)
+            self._recover(self.scheduler.lost_shards, begin_snapshot=not within)
         finally:
-            self._in_hook = in_hooks
+            self._in_callback = within
 
     def _recover_lost(self):
-        """Have watchers recover shards that the row storage has lost, until none is lost."""
+        """Have callbacks recover shards that the row storage has lost, until none is lost."""
         while self._has_lost_shards():
             self._recover(self.scheduler.lost_shards)
 
@@ -387,33 +381,33 @@ class Pipeline(Engine):
         )
 
     def _recover_emulated(self):
-        """Have watchers recover the shards that hooks have marked as lost."""
+        """Have callbacks recover the shards that some have marked as lost."""
         # Cleared first: if the recovery fails, the next step must not lose them once more.
         wanted, self._marked_lost = self._marked_lost, set()
         if wanted:
             self._recover(wanted)
 
     def _recover(self, shards, begin_snapshot=True):
-        watchers = self._recovering_watchers(shards)
+        callbacks = self._recovering_callbacks(shards)
         # The snapshot of this step precedes the failure, so the recovery must find it saved.
         self.scheduler.wait_for_snapshot()
         # After the wait: a save that meets lost shards marks them first, and records its snapshot as missed later.
         self._snapshots.count_recovery(shards)
         before = self.scheduler.epoch
         try:
-            self._run_recovery(watchers, shards)
+            self._run_recovery(callbacks, shards)
         except ShardsLost as lost:  # during the recovery: recover all of them once more
             self.scheduler.mark_lost(lost.shards)
             self._recover({*shards, *lost.shards}, begin_snapshot)
             return
-        # No watcher used `exclusive`, so the parked batches still have to be gathered again.
+        # None used `exclusive`, so the parked batches still have to be gathered again.
         if self.scheduler.epoch == before:
             self.exclusive(lambda tables: tables)
         # After the restart: until then, gathers in progress may have reported the same loss.
         self.scheduler.mark_recovered(shards)
         if self._left:
             self._save_missed()
-        elif begin_snapshot:  # not in a hook: changes of later hooks belong to the step
+        elif begin_snapshot:  # not in a callback: changes of later ones belong to the step
             self._snapshots.begin(self.step, self._workers)
 
     def _save_missed(self):
@@ -464,7 +458,7 @@ class Pipeline(Engine):
                 scheduler.finish()
                 # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
                 return
-            # The snapshot of the last step, if its hooks were interrupted; before the threads are notified of the end.
+            # The snapshot of the last step, if its callbacks were interrupted; before the threads learn of the end.
             failed = result_or_error(lambda: self._snapshots.begin(self.step, workers))
             try:
                 workers.end(deferred, self.patience_seconds)

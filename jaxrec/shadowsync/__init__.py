@@ -5,10 +5,10 @@
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one
 
-`train_freely` runs such trainers over shared host tables, `train_stretch` continues their training, `FreeTrainers` is
-an engine that trains in stretches and calls hooks in between, and `Emulation` runs any number of trainers on one device
-in a seeded order. Start with the equations in `rules`, then read `synchroniser`. A group gives each trainer a `Shadow`
-or a `Foreground`, over an `AllToAll`, a `Centre` or a custom transport.
+`train_freely` runs such trainers over shared host tables, `FreeTrainers` is an engine that trains in stretches and
+calls its callbacks in between, and `Emulation` runs any number of trainers on one device in a seeded order. Start with
+the equations in `rules`, then read `synchroniser`. A group gives each trainer a `Shadow` or a `Foreground`, over an
+`AllToAll`, a `Centre` or a custom transport.
 """
 
 from jaxrec.shadowsync.emulation import ALL_REDUCE, Emulation, Script
@@ -18,7 +18,7 @@ from jaxrec.shadowsync.params import replica_spread, with_mean_replica
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
 from jaxrec.shadowsync.synchroniser import Foreground, Shadow
 from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, Transport
-from jaxrec.shadowsync.workers import Figures, FreeStep, train_freely, train_stretch
+from jaxrec.shadowsync.workers import Figures, FreeStep, train_freely
 
 __all__ = [
     "ALL_REDUCE",
@@ -41,6 +41,5 @@ __all__ = [
     "model_averaging",
     "replica_spread",
     "train_freely",
-    "train_stretch",
     "with_mean_replica",
 ]

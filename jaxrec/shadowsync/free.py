@@ -8,13 +8,14 @@ Legend: n trainers, m workers of each.
 """
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrec.bounds import whole_number
+from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostTables
 from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
@@ -33,8 +34,7 @@ class FreeTrainers(Engine):
 
         task = Task(spec, loss, optimizer, row_optimizer, make_mesh(replicas=2, devices=jax.devices()[:2]))
         with FreeTrainers(task, task.init(params, "host"), easgd(), stretch_steps=100) as engine:
-            for state, metrics in engine.run(batches, hooks=[...]):
-                ...
+            engine.train(batches)
         final = engine.together()
 
     Args:
@@ -42,8 +42,9 @@ class FreeTrainers(Engine):
       state: TrainState with HostTables and dense parameters on `make_mesh(replicas=n)` of n devices, from `task.init`,
         from a FreeTrainers or restored from an image. It is not donated, but its tables are written in place.
       rule: synchronisation rule; None for no synchronisation.
-      stretch_steps: length of a stretch in batches: trainers meet and hooks are called whenever the number of batches
-        taken is a multiple of it.
+      callbacks: see `Engine`; called after every stretch.
+      stretch_steps: length of a stretch in batches: trainers meet and callbacks are called whenever the number of
+        batches taken is a multiple of it.
       workers: m.
       past: result of `figures` from an earlier process, to continue counting.
       group: options of `SyncGroup`: every_steps, pace_seconds, core_share, timeout_s, on_failure.
@@ -61,13 +62,14 @@ class FreeTrainers(Engine):
         task: Task,
         state: TrainState,
         rule: Rule | None = None,
+        callbacks: Iterable[Callback | AfterStep] = (),
         *,
         stretch_steps: int = 100,
         workers: int = 1,
         past: dict[str, Any] | None = None,
         **group: Any,
     ):
-        super().__init__()
+        super().__init__(callbacks)
         self._free_step, self._rule, self._options = FreeStep(task), rule, group
         if rule is None and group:
             raise ValueError(f"{', '.join(group)} is of a rule, and rule=None: give one, as easgd(), or leave it out.")
@@ -109,7 +111,7 @@ class FreeTrainers(Engine):
 
     @property
     def state(self) -> TrainState:
-        """State of all trainers while idle; hooks use their argument, as reading it in a hook raises ValueError."""
+        """State of all trainers while idle; callbacks use info.state, as reading this in one raises ValueError."""
         self._check_whole()
         return super().state
 
@@ -124,7 +126,7 @@ class FreeTrainers(Engine):
         return dict(self._figures)
 
     def run(
-        self, batches: Iterable[Batch], hooks: Sequence[Callable] = ()
+        self, batches: Iterable[Batch] | Callable[[int], Iterable[Batch]]
     ) -> Generator[tuple[TrainState, dict], None, None]:
         """Train on all batches; yield after every stretch, the last of which ends with the stream.
 
@@ -133,33 +135,31 @@ class FreeTrainers(Engine):
         is raised after it.
 
         Args:
-          batches: iterable of Batch, all of one size; each is trained by one trainer.
-          hooks: functions (state, step, None, metrics) -> state, called in order after every stretch.
+          batches: as for `Engine.run`; each is trained by one trainer.
 
         Yields:
           (TrainState, metrics of the stretch). Metrics: loss, mean over the stretch's examples, nan without examples;
           examples; rounds, sum over trainers; average_sync_gap, inf without a round; replica_spread; seconds;
-          batches_lost.
+          batches_lost. Callbacks get the same, and no plans.
 
         Raises:
-          FloatingPointError: the loss of a stretch is not finite; no hook is called.
+          FloatingPointError: the loss of a stretch is not finite; no callback is called.
           ValueError: another run is active; an earlier stretch has failed; the stream yields an object that is not a
             Batch.
-          Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a hook.
+          Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a callback.
         """
-        return super().run(batches, hooks)
+        return super().run(batches)
 
-    def _refuse_run(self):
-        super()._refuse_run()
+    def _refuse(self):
         self._check_whole()
 
-    def _over(self, stream, hooks):
+    def _over(self, stream):
         over = False
         while not over:
             splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
             metrics = self._stretch(splitter)
             if splitter.taken:
-                self._run_hooks(hooks, None, metrics)
+                self._after_step({}, metrics)
                 yield self._state, metrics
             if splitter.error is not None:
                 raise splitter.error
@@ -173,7 +173,7 @@ class FreeTrainers(Engine):
             try:
                 group = self._group(self._state.dense)
                 states, figures = self._train(splitter, group, lambda trainer, step, metrics: seen.append(metrics))
-                if splitter.taken:  # else keep the state that hooks saw last
+                if splitter.taken:  # else keep the state that callbacks saw last
                     self._commit(states, splitter.taken, group.memory if group else {}, figures)
                 lost = splitter.taken - sum(figures.steps)
                 self._figures = _added(self._figures, figures, lost)
@@ -202,7 +202,7 @@ class FreeTrainers(Engine):
             splitter.close()  # before `taken` is read
 
     def _states_apart(self):
-        # Reuse the copies from the last stretch if no hook has replaced the dense state.
+        # Reuse the copies from the last stretch if no callback has replaced the dense state.
         (of, states), self._apart = self._apart, (None, [])
         return states if of is self._state.dense else _apart_states(self._state.dense, self._mesh)
 
@@ -223,7 +223,7 @@ class FreeTrainers(Engine):
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
     def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
-        """Replace the tables by change(tables) while all trainers are idle: in a hook, or between two runs."""
+        """Replace the tables by change(tables) while all trainers are idle: in a callback, or between two runs."""
         changed = change(self._state.tables)
         if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
@@ -233,7 +233,7 @@ class FreeTrainers(Engine):
 
     def snapshot_at(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
         """Raise ValueError: free trainers are not idle after a given step."""
-        raise ValueError(f"free trainers have no snapshot after step {step}: save in a hook, where all are at rest.")
+        raise ValueError(f"free trainers have no snapshot after step {step}: save in `after_step`, where all rest.")
 
     def lose(self, shards: Iterable[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""

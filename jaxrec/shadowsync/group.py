@@ -111,8 +111,8 @@ class SyncGroup:
           number: unique trainer number from 0 to n - 1.
 
         Returns:
-          A `Shadow` or a `Foreground`: a context manager with `exchange`, `finish`, `hook` (`exchange` as a hook of
-          `fit` or `Pipeline`), `rounds` and `average_sync_gap`.
+          A `Shadow` or a `Foreground`: a context manager with `exchange`, `finish`, `rounds` and `average_sync_gap`,
+          and a callback that makes each `exchange` of an engine.
         """
         made: Synchroniser
         if self._foreground:

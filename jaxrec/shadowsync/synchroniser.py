@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from jaxrec.bounds import is_not_negative, is_portion, real_number, whole_number
+from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.interrupts import uninterrupted, wait
 from jaxrec.shadowsync.params import (
     Live,
@@ -47,8 +48,10 @@ class Round(NamedTuple):
     target: list[jax.Array]
 
 
-class Synchroniser:
+class Synchroniser(Callback):
     """Base class of a trainer's synchroniser: `Shadow` in the background, `Foreground` in the foreground.
+
+    It is a context manager for a loop of one's own, and a callback for an engine.
 
     Attributes:
       steps: number of `exchange` calls.
@@ -147,9 +150,17 @@ class Synchroniser:
         final = self._last_rounds(live.to_host())
         return with_leaves(state, live.from_host(final))
 
-    def hook(self, state: TrainState, step: int, plans: dict, metrics: dict) -> TrainState:
-        """`exchange` as a hook of `fit` or `Pipeline`."""
-        return self.exchange(state)
+    def begin(self, engine: Any) -> None:
+        """Enter the synchroniser, as a callback of an engine."""
+        self.__enter__()
+
+    def after_step(self, info: StepInfo) -> TrainState:
+        """`exchange` the state, as a callback of an engine."""
+        return self.exchange(info.state)
+
+    def end(self, error: BaseException | None) -> None:
+        """Leave the synchroniser, as a callback of an engine."""
+        self.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End this trainer's participation, so that the others no longer wait for it."""

@@ -1,4 +1,4 @@
-"""Free trainers, in stretches and without: wrong states, options, streams and hooks, failures, blocking, Ctrl-C."""
+"""Free trainers, in stretches and without: wrong states, options, streams and callbacks, failures, blocking, Ctrl-C."""
 
 import contextlib
 import functools
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from world import batch_of, interrupt_when, join_all, loss
+from world import at_step, batch_of, interrupt_when, join_all, loss
 from world import workers as threads_at_work
 
 from abuse import refused, situation
-from jaxrec import Task, loop, make_mesh
+from jaxrec import Task, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
     AllToAll,
@@ -28,8 +28,8 @@ from jaxrec.shadowsync import (
     easgd,
     model_averaging,
     train_freely,
-    train_stretch,
 )
+from jaxrec.shadowsync.workers import train_stretch
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=2)
 OTHER = EmbeddingSpec({"item": Table(30, 4)}, {"item": Lookup("item")}, shards=2)
@@ -151,30 +151,25 @@ def free(*given, **more):
         yield engine
 
 
-def train(engine, batches, hooks=()):
-    for _ in engine.run(batches, hooks):
-        pass
-
-
 def goes_on(engine, batches):
     """Check that exactly `batches` batches were trained and that training can continue."""
     assert engine.step == int(engine.state.dense.step) == batches
-    train(engine, stream(2))
+    engine.train(stream(2))
     assert engine.step == batches + 2
 
 
 def after(rule, batches, then):
     """Make other trainers of the state after some batches."""
     with free(rule) as engine:
-        train(engine, stream(batches))
+        engine.train(stream(batches))
         trainers_of(then, state=engine.state)
 
 
-def in_a_hook(act):
-    """Call `act` with the engine in a hook after the first stretch, which is whole whatever that does."""
-    with free(stretch_steps=2) as engine:
+def in_a_callback(act):
+    """Call `act` with the engine in a callback after the first stretch, which is whole whatever that does."""
+    with free(stretch_steps=2, callbacks=[at_step(2, lambda state: act(engine))]) as engine:
         try:
-            train(engine, stream(4), [lambda *given: act(engine)])
+            engine.train(stream(4))
         finally:
             goes_on(engine, 2)
 
@@ -215,12 +210,11 @@ MISTAKES = {
     "the memory of bmuf.* holds nan or inf": lambda _: SyncGroup(bmuf(), PARAMS, trainers=1, memory=diverged()),
     "the state has 1 replicas, .* are 2 trainers": lambda _: at_rest(lambda engine: engine.reset(state_of(1))),
     # Calls at the wrong time.
-    "engine is running: exhaust or close": lambda _: in_a_hook(lambda engine: engine.run(stream(5))),
-    "reset within a run": lambda _: in_a_hook(lambda engine: engine.reset(state_of())),
-    "engine.state was read in a hook": lambda _: in_a_hook(lambda engine: engine.state),
-    "returned None: a hook returns the state": lambda _: in_a_hook(lambda engine: None),
-    "cannot bring shards .1. back .* lock step": lambda _: in_a_hook(lambda engine: engine.lose([1])),
-    "no snapshot after step 3: save in a hook": lambda _: at_rest(lambda engine: engine.snapshot_at(3, print)),
+    "engine is running: exhaust or close": lambda _: in_a_callback(lambda engine: engine.run(stream(5))),
+    "reset within a run": lambda _: in_a_callback(lambda engine: engine.reset(state_of())),
+    "engine.state was read in `after_step`": lambda _: in_a_callback(lambda engine: engine.state),
+    "cannot bring shards .1. back .* lock step": lambda _: in_a_callback(lambda engine: engine.lose([1])),
+    "no snapshot after step 3: save in `after_step`": lambda _: at_rest(lambda engine: engine.snapshot_at(3, print)),
     "returned a NoneType: HostTables of the same spec": lambda _: at_rest(
         lambda engine: engine.exclusive(lambda tables: None)
     ),
@@ -231,17 +225,19 @@ refused(MISTAKES)
 @situation("a state of no rule goes on with one")
 def _(directory):
     with free() as engine:
-        train(engine, stream(3))
+        engine.train(stream(3))
         state = engine.state
     with free(easgd(), state=state, every_steps=1) as engine:
         goes_on(engine, 3)
         assert sum(engine.figures()["rounds"]) == 2
 
 
-@situation("a stream without a batch calls no hook")
+@situation("a stream without a batch calls no callback")
 def _(directory):
-    with free(easgd()) as engine:
-        train(engine, [], [lambda *given: 1 / 0])
+    steps = []
+    with free(easgd(), callbacks=[lambda info: steps.append(info.step)]) as engine:
+        engine.train([])
+        assert steps == []
         goes_on(engine, 0)
 
 
@@ -261,9 +257,10 @@ for _words, _item, _error, _match in (
     @situation(_words, _error, _match)
     def _(directory, item=_item):
         steps = []
-        with free(model_averaging(), every_steps=2, on_failure="drop") as engine:
+        note = lambda info: steps.append(info.step)
+        with free(model_averaging(), callbacks=[note], every_steps=2, on_failure="drop") as engine:
             try:
-                train(engine, ends_after_3(item), [lambda state, step, *_: steps.append(step) or state])
+                engine.train(ends_after_3(item))
             finally:
                 assert steps == [3]
                 goes_on(engine, 3)
@@ -286,35 +283,32 @@ def _(directory):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", RuntimeWarning)  # about threads that did not end
-                train(engine, given)
+                engine.train(given)
         finally:
             join_all([interrupting])
             wake.set()
             join_all(threads_at_work())
-            train(engine, given)  # the late batch was not lost
+            engine.train(given)  # the late batch was not lost
             goes_on(engine, 4)
 
 
-@situation("an exclusive change in a hook is what is trained on")
+@situation("an exclusive change in a callback is what is trained on")
 def _(directory):
     other = HostTables.create(SPEC, ROWS)
 
-    def hook(state, step, plans, metrics):
-        engine.exclusive(lambda tables: other)
-        return state
-
-    with free(stretch_steps=2) as engine:
-        train(engine, stream(2), [hook])
+    change = at_step(2, lambda state: engine.exclusive(lambda tables: other))
+    with free(stretch_steps=2, callbacks=[change]) as engine:
+        engine.train(stream(2))
         before = jax.tree.map(np.array, other.shards)
         goes_on(engine, 2)
         assert engine.state.tables is other
     assert not np.array_equal(before["width_4"][0]["value"], other.shards["width_4"][0]["value"])
 
 
-@situation("a loss that is not finite calls no hook", FloatingPointError, "stretch that ended at step 2 is nan")
+@situation("a loss that is not finite calls no callback", FloatingPointError, "stretch that ended at step 2 is nan")
 def _(directory):
-    with free(stretch_steps=2) as engine:
-        train(engine, stream(4, label=np.nan), [lambda *given: 1 / 0])
+    with free(stretch_steps=2, callbacks=[lambda info: 1 / 0]) as engine:
+        engine.train(stream(4, label=np.nan))
 
 
 @situation("free trainers are left in the middle of a run")
@@ -326,10 +320,10 @@ def _(directory):
     assert engine.step == 2 and not engine.running
 
 
-@situation("free trainers in the loop that all engines share, in a thread that gets no signals")
+@situation("free trainers over batches from a step on, in a thread that gets no signals")
 def _(directory):
     with free(easgd(), stretch_steps=2) as engine:
-        thread = threading.Thread(target=loop.train, args=(engine, lambda step: stream(6 - step)))
+        thread = threading.Thread(target=engine.train, args=(lambda step: stream(6 - step),))
         thread.start()
         join_all([thread])
         goes_on(engine, 6)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from world import interrupt_when, is_inside, until
+from world import batch_of, interrupt_when, is_inside, until
 
-import jaxrec
 from abuse import refused, situation
+from jaxrec import Serial
 from jaxrec.checkpoint import (
     Checkpointer,
     DamagedImage,
@@ -36,7 +36,6 @@ from jaxrec.checkpoint import (
 )
 from jaxrec.cpr import Recovery, RolledBack, mfu, round_robin, ssu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
-from jaxrec.loop import Serial
 from jaxrec.types import DenseState, TrainState
 
 SPEC = EmbeddingSpec({"t": Table(8, 2)}, {"t": Lookup("t")}, shards=2)
@@ -95,28 +94,23 @@ def take_its_number(state, batch, plans):
 TASK = types.SimpleNamespace(step=take_its_number)
 
 
+def recovery_of(directory, **more):
+    return Recovery(directory, **({"save_every_steps": 4, "total_steps": 100} | more))
+
+
 @contextlib.contextmanager
 def recovering(directory, state=None, **more):
     """An engine and its recovery."""
-    with Serial(TASK, state or state_of()) as engine:
-        given = {"save_every_steps": 4, "total_steps": 100} | more
-        yield engine, engine.enter(Recovery(engine, directory, **given))
-
-
-def recovery_of(directory, **more):
-    """A recovery that has not been entered."""
-    return Recovery(
-        Serial(TASK, state_of()),
-        directory,
-        **({"save_every_steps": 4, "total_steps": 100} | more),
-    )
+    recovery = recovery_of(directory, **more)
+    with Serial(TASK, state or state_of(), [recovery]) as engine:
+        yield engine, recovery
 
 
 def train_to(engine, recovery, *steps, saves=True):
     """Train up to each step in turn with batches that touch every row, and wait until its save is on disk."""
-    plans = jaxrec.plan(engine.tables.spec, {"t": np.arange(8)})
+    batch = batch_of({"t": np.arange(8)}, np.ones(8, np.float32))
     for step in steps:
-        list(engine.steps([(None, plans)] * (step - engine.step), [recovery.hook]))
+        engine.train(lambda done, step=step: [batch] * (step - done))
         until(lambda step=step: not saves or is_saved(recovery.directory, step))
 
 
@@ -636,8 +630,8 @@ def _(directory):
 def _(directory):
     recovery = recovery_of(directory / "run", scheme=mfu())
     with RowCheckpointer(directory / "run"), pytest.raises(ValueError, match="is locked"):
-        recovery.__enter__()
-    with recovery:
+        Serial(TASK, state_of(), [recovery]).__enter__()
+    with Serial(TASK, state_of(), [recovery]):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Misuse of a pipeline: arguments, streams, hooks, lagging states, calls at the wrong time, failing parts."""
+"""Misuse of a pipeline: arguments, streams, callbacks, lagging states, calls at the wrong time, failing parts."""
 
 import copy
 import functools
@@ -12,10 +12,9 @@ from world import at_step, no_threads_left, pair_batch, pair_loss
 
 import jaxrec
 from abuse import refused, situation
-from jaxrec import BrokenEngine
+from jaxrec import BrokenEngine, Callback, Serial
 from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
-from jaxrec.loop import fit, planned
 from jaxrec.oac import Pipeline
 from jaxrec.types import ShardsLost, TrainState
 
@@ -46,13 +45,12 @@ def batches_of(number=6):
     return [pair_batch(seed=seed) for seed in range(number)]
 
 
-def train(pipeline=None, batches=None, hook=None, steps=6):
+def train(pipeline=None, batches=None, steps=6):
     """Run a pipeline; however it ends, no thread is left, and the tables are at the expected step."""
     pipeline = pipeline or pipeline_of()
     try:
         with pipeline:
-            for _ in pipeline.run(batches_of() if batches is None else batches, [hook] if hook else []):
-                pass
+            pipeline.train(batches_of() if batches is None else batches)
     finally:
         assert no_threads_left()
         assert not pipeline.running and pipeline.step == steps == pipeline.tables.step, pipeline.step
@@ -61,7 +59,7 @@ def train(pipeline=None, batches=None, hook=None, steps=6):
 
 def look_at(act):
     """Train, and call `act` on the state after the second step, which lags."""
-    train(hook=at_step(2, act), steps=2)
+    train(pipeline_of(callbacks=[at_step(2, act)]), steps=2)
 
 
 def donated():
@@ -84,9 +82,9 @@ def next_within_exclusive():
         pipeline.exclusive(lambda tables: next(running))
 
 
-def close_in_a_hook():
-    pipeline = pipeline_of()
-    train(pipeline, hook=at_step(2, lambda state: pipeline.close()), steps=2)
+def close_in_a_callback():
+    pipeline = pipeline_of(callbacks=[at_step(2, lambda state: pipeline.close())])
+    train(pipeline, steps=2)
 
 
 def reset_to_other_shapes():
@@ -108,13 +106,13 @@ MISTAKES = {
     "made with another spec than the step": lambda _: pipeline_of(
         state_of()._replace(tables=HostTables.create(OTHER, ROWS))
     ),
-    # Streams, hooks, and calls at the wrong time.
+    # Streams, callbacks, and calls at the wrong time.
     "the stream has given a NoneType, where a Batch is expected": lambda _: train(batches=[None], steps=0),
     "the stream has given a tuple, where a Batch": lambda _: train(batches=[(pair_batch(), {})], steps=0),
     "the stream has given a dict, where a Batch": lambda _: train(batches=pair_batch(), steps=0),
-    "close within a step: raise in the hook to end the run": lambda _: close_in_a_hook(),
+    "close within a step: raise in the callback to end the run": lambda _: close_in_a_callback(),
     r"other tables: change rows in pipeline.exclusive\(\)": lambda _: train(
-        hook=lambda state, *args: state._replace(tables=HostTables.create(SPEC, ROWS)), steps=1
+        pipeline_of(callbacks=[lambda info: info.state._replace(tables=HostTables.create(SPEC, ROWS))]), steps=1
     ),
     "a thread of the pipeline cannot wait for it": (
         lambda _: in_the_save_of_a_cut("close"),
@@ -157,7 +155,7 @@ def _(directory):
     assert 1 < pipeline.step <= 6 and pipeline.tables.step == pipeline.step
 
 
-# ---- hooks, and calls at the wrong time
+# ---- callbacks, and calls at the wrong time
 
 
 def reset(tables, shards=(0,)):
@@ -178,7 +176,7 @@ def _(directory):
 
 @situation("exclusive in another thread than that of the step", ValueError, "another thread is in the middle of a step")
 def _(directory):
-    failed, pipeline = [], pipeline_of()
+    failed = []
 
     def change():
         try:
@@ -191,51 +189,45 @@ def _(directory):
         thread.start()
         thread.join(60)
 
-    train(pipeline, hook=at_step(2, remote_rows))
+    pipeline = pipeline_of(callbacks=[at_step(2, remote_rows)])
+    train(pipeline)
     raise failed[0]
 
 
-# ---- lost shards, other states, watchers
+# ---- lost shards, other states
 
 
-class Watcher:
+class Reviver(Callback):
     """Restore lost shards with initial rows, or call `act` if given."""
 
-    def __init__(self, pipeline, act=None):
-        self.pipeline, self.act, self.seen = pipeline, act, []
+    def __init__(self, act=None):
+        self.act, self.seen = act, []
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.seen.append("left")
+    def begin(self, engine):
+        self.engine = engine
 
     def recover(self, shards):
         self.seen.append(shards)
-        act = self.act or (lambda shards: self.pipeline.exclusive(lambda tables: reset(tables, shards)))
+        act = self.act or (lambda shards: self.engine.exclusive(lambda tables: reset(tables, shards)))
         act(shards)
 
+    def end(self, error):
+        self.seen.append("ended")
 
-def lose_at_2(shards, steps=6, act=None, watchers=1):
-    """Train with a hook that loses shards after step 2; return the watchers."""
-    pipeline, found = pipeline_of(), []
 
-    def hook(state, step, plan, metrics):
-        if step == 1:
-            found.extend(pipeline.enter(Watcher(pipeline, act)) for _ in range(watchers))
-        if step == 2:
-            pipeline.lose(shards)
-        return state
-
-    train(pipeline, hook=hook, steps=steps)
+def lose_at_2(shards, steps=6, act=None, revivers=1):
+    """Train with a callback that loses shards after step 2; return the revivers."""
+    found = [Reviver(act) for _ in range(revivers)]
+    pipeline = pipeline_of(callbacks=[*found, at_step(2, lambda state: pipeline.lose(shards))])
+    train(pipeline, steps=steps)
     return found
 
 
-@situation("losing no shard, all shards, a shard twice, with two watchers")
+@situation("losing no shard, all shards, a shard twice, with two callbacks that recover")
 def _(directory):
-    assert lose_at_2([])[0].seen == ["left"]
-    for watcher in lose_at_2(np.array([3, 1, 0, 2, 1]), watchers=2):
-        assert watcher.seen == [(0, 1, 2, 3), "left"]
+    assert lose_at_2([])[0].seen == ["ended"]
+    for reviver in lose_at_2(np.array([3, 1, 0, 2, 1]), revivers=2):
+        assert reviver.seen == [(0, 1, 2, 3), "ended"]
 
 
 @situation("a recovery that raises", OSError, "no image")
@@ -248,7 +240,7 @@ def _(directory):
 
 @situation("a recovery that changes nothing")
 def _(directory):
-    assert lose_at_2([1], act=lambda shards: None)[0].seen == [(1,), "left"]
+    assert lose_at_2([1], act=lambda shards: None)[0].seen == [(1,), "ended"]
 
 
 @situation("ShardsLost travels between processes")
@@ -270,17 +262,18 @@ def _(directory):
 
 @situation("a drained state is copied, pickled and trained on")
 def _(directory):
-    pipeline, kept = pipeline_of(), []
+    kept = []
 
     def keep(state):
         pipeline.drain()
         kept.extend([copy.deepcopy(state.tables), pickle.loads(pickle.dumps(state.tables)), state])
 
-    train(pipeline, hook=at_step(6, keep))
+    pipeline = pipeline_of(callbacks=[at_step(6, keep)])
+    train(pipeline)
     for tables in kept[:2]:
         jax.tree.map(np.testing.assert_array_equal, tables.shards, pipeline.tables.shards)
         assert tables.step == 6
-    fit(task_of(), pipeline.state, planned(SPEC, batches_of()))
+    Serial(task_of(), pipeline.state).train(batches_of())
 
 
 # ---- parts that fail

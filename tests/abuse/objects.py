@@ -13,7 +13,6 @@ from world import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import refused, situation
-from jaxrec import loop
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad
 from jaxrec.types import RowOptimizer, Rows, Slot
 
@@ -129,11 +128,11 @@ def _used_twice(home):
     task_of().step(state, batch)
 
 
-@situation("the old state given to fit", ValueError, "donated to an earlier step and is gone")
+@situation("the old state given to an engine", ValueError, "donated to an earlier step and is gone")
 def _(directory):
     state = state_of()
     task_of().step(state, pair_batch())
-    loop.fit(task_of(), state, [])
+    jaxrec.Serial(task_of(), state)
 
 
 OTHERS = {
@@ -143,8 +142,8 @@ OTHERS = {
     "optimizer state is .*wants .*ScaleByBeliefState": lambda _: train(
         state=state_of(dense=optax.adam(0.1)), task=task_of(dense=optax.adabelief(0.1))
     ),
-    r"pair is expected, got a Batch: iterate over planned\(spec": lambda _: loop.fit(
-        task_of(), state_of(), [pair_batch()]
+    r"pair is expected, got a Batch: iterate over planned\(spec": lambda _: jaxrec.evaluate(
+        state_of(), [pair_batch()], eval_step()
     ),
     "have slots {'accumulator': 4} .*'accumulator': 1": lambda _: train(state=state_of("device", rows=adagrad(0.1))),
     "has dropped rows: .* in a shard of capacity 1": lambda _: train(
@@ -225,9 +224,9 @@ refused(MESHES)
 
 @situation("an iterator that was used up before", ValueError, "no example .* used up before")
 def _(directory):
-    pairs = loop.planned(SPEC, [pair_batch()])
-    loop.evaluate(state_of(), pairs, eval_step())
-    loop.evaluate(state_of(), pairs, eval_step())
+    pairs = jaxrec.planned(SPEC, [pair_batch()])
+    jaxrec.evaluate(state_of(), pairs, eval_step())
+    jaxrec.evaluate(state_of(), pairs, eval_step())
 
 
 # ---- specs

@@ -14,7 +14,6 @@ from abuse import refused, situation
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer, Superseded, deal
-from jaxrec.loop import Serial
 from jaxrec.types import ShardsLost
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
@@ -182,5 +181,6 @@ def _(directory):
 @situation("entering a recovery while a server is lost", ShardsLost, r"shards \[0, 2\] are lost: server 0")
 def _(directory):
     task = jaxrec.Task(SPEC, loss, optax.sgd(0.1), ROWS)
-    with Serial(task, task.init({"w": np.ones(4, np.float32)}, lost_one().tables)) as engine:
-        engine.enter(Recovery(engine, directory, 2, 4))
+    state = task.init({"w": np.ones(4, np.float32)}, lost_one().tables)
+    with jaxrec.Serial(task, state, [Recovery(directory, 2, 4)]):
+        pass

@@ -18,6 +18,7 @@ from main.signals import Stopped, say, stop_on_signals
 from studies.cpr_work import JobConfig, make_data
 
 from abuse import situation
+from jaxrec import StepInfo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +225,7 @@ def saves_over(save):
     return PeriodicSaves(checkpointer, every_steps=1)
 
 
-STATE = types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(1)))
+INFO = StepInfo(types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(1))), 1, {}, {})
 
 
 @situation("a disk that became read-only fails in the call itself, and ends nothing")
@@ -233,8 +234,8 @@ def _(directory):
         raise OSError(30, "Read-only file system")
 
     saves = saves_over(save)
-    assert saves.hook(STATE, 1, None, None) is STATE
-    assert "Read-only" in saves.last(STATE) and saves.results()["saves_failed"] == 2
+    saves.after_step(INFO)
+    assert "Read-only" in saves.last(INFO.state) and saves.results()["saves_failed"] == 2
 
 
 @situation("an error of ours in a save is not taken for a full disk", TypeError, "mine")
@@ -242,7 +243,7 @@ def _(directory):
     def save(state, extra):
         raise TypeError("mine")
 
-    saves_over(save).hook(STATE, 1, None, None)
+    saves_over(save).after_step(INFO)
 
 
 @situation("a state whose loss is not finite is not saved", FloatingPointError, "this state is not saved")
