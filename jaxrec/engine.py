@@ -293,8 +293,13 @@ class Engine:
             finally:
                 self._in_callback = False
             # After each: the next one may raise, and this one may have donated the earlier state.
-            if found is not None:
+            if isinstance(found, TrainState):
                 self._take_from_callback(given, found)
+            elif found is not None:
+                raise ValueError(
+                    f"the callback {each!r:.200} returned a {type(found).__name__}: return the state to go on with, or "
+                    "None to leave it as it is."
+                )
 
     def _take_from_callback(self, given: TrainState, found: TrainState) -> None:
         # If `exclusive` in the callback has replaced the tables, those passed to it may be donated.
@@ -422,13 +427,13 @@ class Engine:
         return callback
 
     def __enter__(self) -> Self:
-        self._within += 1
-        if self._within == 1:
-            try:
+        try:
+            self._within += 1
+            if self._within == 1:
                 self._callbacks.begin_all(self)
-            except BaseException as error:
-                self.__exit__(type(error), error, error.__traceback__)
-                raise
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -135,6 +135,15 @@ def test_a_failed_callback_keeps_the_changes_before_it_and_its_error_ends_all(ma
 
 
 @each
+def test_a_callback_that_returns_something_else_is_named(make):
+    def wrong(info):
+        return 3.5
+
+    with pytest.raises(ValueError, match="wrong at .* returned a float: return the state"), make([wrong]) as engine:
+        engine.train(batches())
+
+
+@each
 def test_callbacks_that_began_before_one_that_cannot_are_ended(make):
     notes = []
 
