@@ -45,7 +45,7 @@ def job_of(model):
 def auc_of(model, steps=250):
     job = job_of(model)
     with jaxrec.Serial(job.task, job.state("device", 0)) as engine:
-        state = jaxrec.train(engine, lambda first: map(batch_of, range(first, steps)))
+        state = engine.train(map(batch_of, range(steps)))
         test = batch_of(10**6, 2000)
         return exact_auc(job.eval_step()(state, test), test.label)
 

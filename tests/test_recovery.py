@@ -17,7 +17,7 @@ from world import at_step, batch_of, is_inside, until
 
 from jaxrec import Serial, Task, make_mesh
 from jaxrec.checkpoint import Checkpointer, deltas, images, read_manifest, restore
-from jaxrec.checkpoint.format import leaves_of, load_arrays
+from jaxrec.checkpoint.format import leaves_of, load_arrays, number_of
 from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
@@ -603,6 +603,23 @@ def test_a_checkpointer_among_the_callbacks_saves_at_multiples_of_its_interval(t
         wanted = train("host", image.step)
         assert all(same(rows_of(state, shard), rows_of(wanted, shard)) for shard in range(4))
         jax.tree.map(np.testing.assert_array_equal, state.dense, wanted.dense)
+
+
+def test_a_checkpointer_goes_on_after_a_reset_or_a_failed_step_and_announces_nothing_beyond_its_block(tmp_path):
+    engine = Serial(TASK, fresh("host"), [fail_at(9)])
+    with engine:
+        engine.enter(Checkpointer(tmp_path / "one", keep=9, every_steps=5))
+        stream = batches(0, 14)
+        with pytest.raises(KeyError):
+            engine.train(stream)  # its step 9 does not announce step 10
+        engine.train(stream)
+    assert [number_of(path) for path in images(tmp_path / "one")] == [11, 5]
+    with engine:
+        engine.enter(Checkpointer(tmp_path / "two", keep=9, every_steps=5))
+        engine.train(batches(14, 17))
+        engine.reset(train("host", 18))
+        engine.train(batches(18, 22))
+    assert [number_of(path) for path in images(tmp_path / "two")] == [20, 15]
 
 
 # ---- failures around a recovery
