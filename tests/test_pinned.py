@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import multiprocessing
 import os
+import sys
 import types
 
 import jax
@@ -19,6 +20,7 @@ from homes import ByPrograms, each_part, needs_compiler, tables_in
 from main.techniques import fits_devices
 from strategies import draw_ids
 from test_tables import dense_table, small_spec
+from world import until
 
 import jaxrec
 from jaxrec.embedding import HostTables, PinnedTables, native, pinned, plan, rowwise_adagrad
@@ -191,6 +193,7 @@ def test_memory_is_registered_until_the_tables_are_gone(monkeypatch):
     traced = tables.traced  # a program may still have the addresses: they go with the tables, not with it
     del tables
     gc.collect()
+    until(lambda: len(calls) == 16)
     assert calls[8:] == [("unregister", at) for at, _ in registered] and traced is not None
 
 
@@ -227,7 +230,35 @@ def test_tables_that_are_dropped_stay_until_the_last_program_has_written_them(mo
     state, _ = trained(PinnedTables.create(SPEC, ROWS), steps=3)
     del state
     gc.collect()
+    until(lambda: events)
     assert events == [3]
+
+
+def test_tables_may_be_collected_while_jax_captures_a_traceback():
+    """Where Python collects inside of JAX, as 3.11 does, no other traceback may be captured there."""
+    array, code = jnp.zeros(3), pinned.release.__code__
+    before, thresholds = sys.getrefcount(code), gc.get_threshold()
+
+    def deep(frames):
+        return deep(frames - 1) if frames else jax.block_until_ready(array)
+
+    deep(30)
+    try:
+        for allocations in range(1, 150):
+            cycle = [PinnedTables.create(SPEC, ROWS)]
+            cycle.append(cycle)
+            gc.disable()
+            gc.collect(0)
+            del cycle
+            gc.set_threshold(allocations)
+            gc.enable()
+            deep(30)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    gc.collect()
+    deep(30)
+    assert sys.getrefcount(code) >= before
 
 
 # ---- compilation

@@ -9,12 +9,15 @@ reorder them. The host waits for the last put before it reads or writes a record
 Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width, L record width.
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import itertools
 import mmap
+import queue
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -150,6 +153,7 @@ class PinnedTables:
           ValueError: the shards cannot be split over the mesh.
         """
         layout, mesh = spec.layout(row_optimizer), as_mesh(mesh)
+        _wait_for_releases()
         records, shards = {}, {}
         for name, stack in spec.stacks.items():
             where, width = places(layout[name])
@@ -237,13 +241,37 @@ def _register(tables, library, records, last):
                 "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
             )
     # The arguments keep the memory until the last program has written it, though the tables are gone.
-    weakref.finalize(tables, release, library, records, last)
+    drop = weakref.finalize(tables, _dropped.put, functools.partial(release, library, records, last))
+    atexit.register(drop)  # before `_wait_for_releases`, which is registered
 
 
 def release(library: ctypes.CDLL, records: Sequence[np.ndarray], last: Sequence[PinnedRows]) -> None:
     """Take the records from the devices, once the last program has put its rows."""
-    try:
+    with contextlib.suppress(RuntimeError):  # of a program that failed, which its step has raised
         jax.block_until_ready(last)
-    finally:
-        for one in records:
-            library.jaxrec_unregister(one.ctypes.data)
+    for one in records:
+        library.jaxrec_unregister(one.ctypes.data)
+
+
+# Calls for a thread, as Python up to 3.11 may collect tables wherever it allocates, also inside of JAX, which there
+# corrupts the tracebacks that it captures (jaxlib 0.10). A SimpleQueue may be put to in a collection.
+_dropped = queue.SimpleQueue[Callable[[], Any]]()
+
+
+@functools.cache
+def _start_releasing():
+    threading.Thread(target=_release_dropped, name="release-pinned-rows", daemon=True).start()
+    atexit.register(_wait_for_releases)
+
+
+def _release_dropped():
+    while True:
+        _dropped.get()()
+
+
+def _wait_for_releases():
+    """Wait until the memory of the tables dropped so far is free."""
+    _start_releasing()
+    done = threading.Event()
+    _dropped.put(done.set)
+    done.wait()
