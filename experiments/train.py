@@ -170,9 +170,7 @@ def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image,
     directory = run.directory / "checkpoints"
     if config.cpr == "none":
         checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
-        snapshot = None if config.free else engine.snapshot_at  # free-running trainers are at rest in a callback
-        past_saves = past.extra.get("saving")
-        return engine.enter(PeriodicSaves(checkpointer, config.save_every_steps, extra, past_saves, snapshot=snapshot))
+        return engine.enter(PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving")))
     every = saves_every(config, engine, run, steps, first_steps)
     recovery = engine.enter(recovery_of(config, directory, steps, every, image, run.id, extra, home.copy))
     if image is None:

@@ -12,7 +12,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -59,25 +59,26 @@ class SnapshotSchedule:
     """The pending snapshots of an engine."""
 
     def __init__(self):
-        self._to_come: dict[int, Callable[[TrainState], Any]] = {}  # {step: save function}
+        self._to_come: dict[int, list[Callable[[TrainState], Any]]] = {}  # {step: save functions, in order}
         self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
-    def announce(self, step: int, now: int, save: Callable[[TrainState], Any], unreached: str) -> None:
-        """Add a snapshot for a step after `now`, the current step."""
-        if step <= now:
-            raise ValueError(f"step={step} is committed already ({now} are).")
-        if step in self._to_come:
-            raise ValueError(f"a snapshot of step {step} is announced already: let one function do all the saving.")
-        self._to_come[step] = save
-        if unreached == "warn":
+    def announce(self, step: int, now: int, save: Callable[[TrainState], Any]) -> None:
+        """Add a snapshot of step `now`, whose callbacks are at work, or of a later one."""
+        self._to_come.setdefault(step, []).append(save)
+        if step > now:
             self._unwarned.add(step)
 
     def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """Return the save function of a step, or None; the snapshot stays pending until `remove`."""
-        return self._to_come.get(step)
+        """Return the next save function of a step, or None; its snapshot stays pending until `mark_taken`."""
+        return next(iter(self._to_come.get(step, ())), None)
 
-    def remove(self, step: int) -> None:
-        """Remove the snapshot of a step, which has begun or is cancelled; does nothing if there is none."""
+    def mark_taken(self, step: int) -> None:
+        """Remove the next snapshot of a step, which has begun."""
+        self._to_come[step].pop(0)
+        self._unwarned.discard(step)
+
+    def drop(self, step: int) -> None:
+        """Remove all snapshots of a step."""
         self._to_come.pop(step, None)
         self._unwarned.discard(step)
 
@@ -389,25 +390,22 @@ class Engine:
         else:
             self._snapshots.warn(self.step)
 
-    def snapshot_at(
-        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
-    ) -> None:
-        """Announce a snapshot: after a step, save(state) will be called.
+    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
+        """Announce a snapshot: after a step and its callbacks, save(state) will be called.
+
+        If a run ends before the step, it warns, and the snapshot stays announced for the next run.
 
         Args:
-          step: number of a step that is not committed yet.
+          step: number of a step that is not committed yet; in `after_step` also that of `info`.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
-          unreached: whether to warn if a run ends before the step; the snapshot stays announced for the next run.
 
         Raises:
-          ValueError: the step is committed, or has a snapshot already.
+          ValueError: the step is committed.
         """
         self._refuse()
-        self._snapshots.announce(step, self.step, save, unreached)
-
-    def cancel_snapshot(self, step: int) -> None:
-        """Cancel the snapshot of a step; does nothing if there is none or it was taken."""
-        self._snapshots.remove(step)
+        if step < self.step or (step == self.step and not self._in_callback):
+            raise ValueError(f"step={step} is committed already ({self.step} are).")
+        self._snapshots.announce(step, self.step, save)
 
     def enter(self, callback: Entered) -> Entered:
         """Begin a further callback, as the last one; for one that needs the engine to be made.
@@ -645,12 +643,16 @@ class Serial(Engine):
             self._recover(self._lost_shards)
             try:
                 self._losses.check()  # a state that is not finite must not take the place of a good image
+            except FloatingPointError:
+                self._snapshots.drop(self.step)
+                raise
+            try:
                 save(self._state)
             except ShardsLost as lost:  # retried after recovery
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
-                    self._snapshots.remove(self.step)
+                    self._snapshots.mark_taken(self.step)
 
     def _recover_during_change(self, shards):
         self._lost_shards.update(shards)

@@ -48,7 +48,7 @@ def train(pipeline, stream):
         pipeline.enter(look)
         if pipeline.step < 12:
             with contextlib.suppress(ValueError):  # already announced before the signal
-                pipeline.snapshot_at(12, lambda state: None, unreached="ignore")
+                pipeline.snapshot_at(12, lambda state: None)
         for _ in pipeline.run(stream):
             pass
 

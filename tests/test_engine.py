@@ -79,6 +79,10 @@ def bits(state):
     return jax.tree.map(np.array, (state.dense, rows))
 
 
+def doubled(state):
+    return state._replace(dense=state.dense._replace(params=jax.tree.map(lambda w: w * 2, state.dense.params)))
+
+
 def same(one, other):
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
 
@@ -209,9 +213,6 @@ def test_a_loader_goes_on_where_a_run_left_it(make):
 
 @each
 def test_a_callback_that_fails_leaves_what_the_last_whole_callback_returned(make):
-    def doubled(state):
-        return state._replace(dense=state.dense._replace(params=jax.tree.map(lambda w: w * 2, state.dense.params)))
-
     double = lambda info: doubled(info.state)
     with make([double, failing_at(4), double]) as engine:
         with pytest.raises(KeyError):
@@ -352,7 +353,7 @@ def test_a_loss_that_is_not_finite_is_refused_by_its_step(make, bad):
 
 
 @each
-def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
+def test_two_runs_at_a_time_and_cuts_of_a_committed_step_are_refused(make):
     with make() as engine:
         running = engine.run(stream_from(0))
         next(running)
@@ -361,10 +362,29 @@ def test_two_runs_at_a_time_and_two_cuts_of_a_step_are_refused(make):
         with pytest.raises(ValueError, match="committed already"):
             engine.snapshot_at(1, print)
         engine.snapshot_at(40, print)
-        with pytest.raises(ValueError, match="announced already"):
-            engine.snapshot_at(40, print)
         with pytest.warns(UserWarning, match=r"snapshots announced for steps \[40\] were not taken: .* left at step 1"):
             engine.close()
+
+
+@each
+def test_all_cuts_of_a_step_are_taken_after_its_callbacks_in_the_order_of_their_announcement(make):
+    act = lambda state, step: doubled(state) if step == 5 else state
+    events, wanted = [], {step: plain(step, act=act)[0] for step in (5, 6)}
+
+    def cut(name):
+        return lambda state: events.append((name, same(bits(state), wanted[int(state.dense.step)])))
+
+    def first(info):
+        if info.step in (5, 6):
+            engine.snapshot_at(info.step, cut(f"second of {info.step}"))
+            engine.snapshot_at(info.step, cut(f"third of {info.step}"))
+
+    with make([first, lambda info: doubled(info.state) if info.step == 5 else None]) as engine:
+        engine.snapshot_at(5, cut("first of 5"))
+        engine.train(stream_from)
+    assert [name for name, _ in events] == [
+        "first of 5", "second of 5", "third of 5", "second of 6", "third of 6"
+    ] and all(equal for _, equal in events)  # fmt: skip
 
 
 def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_callbacks(ctrl_c):

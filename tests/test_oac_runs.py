@@ -957,8 +957,10 @@ def test_a_cut_of_a_step_that_never_comes_is_said_and_stays_for_the_next_run():
     pipeline = pipeline_of()
     pipeline.snapshot_at(9, lambda state: saved.append(int(state.dense.step)))
     pipeline.snapshot_at(98, saved.append)
-    pipeline.snapshot_at(99, saved.append, unreached="ignore")
-    with pytest.warns(UserWarning, match=r"snapshots announced for steps \[9, 98\] were not taken: .* left at step 5"):
+    pipeline.snapshot_at(99, saved.append)
+    with pytest.warns(
+        UserWarning, match=r"snapshots announced for steps \[9, 98, 99\] were not taken: .* left at step 5"
+    ):
         list(pipeline.run(batches[:5]))
     assert not saved
     list(pipeline.run(batches[5:]))  # warnings are errors here: it is reported once
@@ -1252,7 +1254,7 @@ def waiting_pipeline(place, go):
     pipeline = Pipeline(task_of(SPEC), make_state(), fetch=fetch, window=0 if place == "commit" else WINDOW)
     if place == "snapshot":
         pipeline.snapshot_at(4, lambda state: go.wait(60))
-        pipeline.snapshot_at(5, print, unreached="ignore")
+        pipeline.snapshot_at(5, print)
     return pipeline
 
 
@@ -1288,7 +1290,7 @@ def test_ctrl_c_before_the_thread_of_a_cut_began_leaves_nobody_held(ctrl_c):
     batches = make_batches(12)
     pipeline = pipeline_of()
     pipeline.scheduler_type = Telling
-    pipeline.snapshot_at(5, lambda state: saved.append(int(state.dense.step)), unreached="ignore")
+    pipeline.snapshot_at(5, lambda state: saved.append(int(state.dense.step)))
     with pytest.raises(KeyboardInterrupt), pipeline:
         list(pipeline.run(batches))
     assert saved == [5] and no_threads_left() and equal(pipeline.state, states_of(batches)[5])

@@ -344,6 +344,7 @@ def run_of(stall_s, cpu_s, step_s, steps, every_steps=None, full=()):
     clock = types.SimpleNamespace(now=0.0)
     disk = Disk(clock, stall_s, cpu_s)
     saves = PeriodicSaves(disk, every_steps, clock=lambda: clock.now)
+    saves.begin(types.SimpleNamespace(snapshot_at=lambda step, save: save(state_at(step))))
     for step in range(1, steps + 1):
         clock.now += step_s
         disk.full = step in full

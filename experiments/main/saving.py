@@ -51,7 +51,6 @@ class PeriodicSaves(Callback):
       every_steps: interval in steps; None to choose it by measured cost, 0 for never.
       extra: step -> JSON values to save with the state.
       past: `totals` of the process that this one resumes.
-      snapshot: the engine's `snapshot_at`, which calls back with a state at rest; None to save in `after_step`.
     """
 
     def __init__(
@@ -61,14 +60,12 @@ class PeriodicSaves(Callback):
         extra: Callable[[int], Mapping[str, Any]] = lambda step: {},
         past: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        snapshot: Callable | None = None,
     ):
         self._checkpointer, self._every_steps, self._extra, self._clock = checkpointer, every_steps, extra, clock
         self._past = {"saves": 0, "saves_failed": 0, "stall_s": 0.0, "cost_s": 0.0, "seconds": 0.0, **(past or {})}
         self._cores = cores()
         self._image = past is not None  # whether an image is known to be committed
         self._began = self._last = clock()
-        self._snapshot = snapshot
         self._announced = False  # whether a save is pending, or running in a thread of the engine
         self._started = self._reported = 0
         self._first: int | None = None  # step of the first call
@@ -77,20 +74,19 @@ class PeriodicSaves(Callback):
         self._step: int | None = None  # of the last save
         self._failed_before = 0  # failures before it began
 
+    def begin(self, engine: Any) -> None:
+        """See `Callback`."""
+        self._engine = engine
+
     def after_step(self, info: StepInfo) -> None:
-        """Save if due; with `snapshot_at`, at a snapshot of the engine in the next step."""
+        """Have the engine take a snapshot if a save is due."""
         step = info.step
         self._first = step if self._first is None else self._first
         if self._announced:
             return
-        idle = self._look()
-        ahead = 0 if self._snapshot is None else 1
-        if self._is_due(step + ahead, idle):
-            if self._snapshot is None:
-                self.save(info.state)
-            else:
-                self._announced = True
-                self._snapshot(step + 1, self._save_snapshot, unreached="ignore")
+        if self._is_due(step, self._look()):
+            self._announced = True
+            self._engine.snapshot_at(step, self._save_snapshot)
 
     def _save_snapshot(self, state):
         try:

@@ -27,7 +27,7 @@ class Noting:
 
     missed: tuple[int, ...] = ()
 
-    def snapshot_at(self, step, save, unreached="warn"):
+    def snapshot_at(self, step, save):
         """Save at a step, see the engine."""
         notes = self.__dict__.setdefault("notes", {})  # {step of a snapshot: whether it was saved}
 
@@ -39,7 +39,7 @@ class Noting:
             notes[step] = True
 
         notes[step] = False
-        super().snapshot_at(step, noted, unreached)  # type: ignore[misc]
+        super().snapshot_at(step, noted)  # type: ignore[misc]
 
 
 class NotingSerial(Noting, Serial):

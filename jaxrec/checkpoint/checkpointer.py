@@ -192,8 +192,7 @@ class Checkpointer(BackgroundSaver, Callback):
       run: run id, as returned by `restore` (`image.run`); a new one if None.
       copy: 'whole' blocks training while the state is copied in memory, and writes the copy in the background; 'shards'
         blocks training until the image is written, with about one shard of extra memory.
-      every_steps: interval at which a callback saves, at snapshots of its engine; None to only `save` by hand. Beside a
-        `Recovery`, which saves by itself, leave it out.
+      every_steps: interval at which a callback saves, at snapshots of its engine; None to only `save` by hand.
 
     Raises:
       ValueError: the directory holds images of another run, or another saver uses it.
@@ -217,36 +216,28 @@ class Checkpointer(BackgroundSaver, Callback):
         remove_partial(self.directory, "step_")
 
     def begin(self, engine: Any) -> None:
-        """Announce the first save to an engine, if it is due."""
-        self._engine, self._announced_step = engine, 0
-        self._count_from(engine.step)
-        self._announce(engine.step + 1)
+        """Count the steps of an engine."""
+        self._engine, self._seen_step = engine, engine.step
 
     def after_step(self, info: StepInfo) -> None:
-        """Announce the save of the next step, if it is due."""
-        self._announce(info.step + 1)
+        """Have the engine take a snapshot if one became due, be it at a step at which a callback before has failed."""
+        every = self._every_steps or math.inf
+        if info.step // every > self._seen_step // every:
+            self._engine.snapshot_at(info.step, self._save_unless_closed)
+        self._seen_step = info.step
 
     def restarted(self, state: TrainState) -> None:
-        """Count the steps from that state; the engine forgets what was announced."""
-        self._count_from(int(state.dense.step))
+        """Count the steps from that state."""
+        self._seen_step = int(state.dense.step)
 
     def end(self, error: BaseException | None) -> None:
         """Wait for the last save, as on leaving the `with` block."""
-        self._engine.cancel_snapshot(self._announced_step)
         del self._engine  # a cycle would keep the tables in memory
         self.__exit__(type(error) if error else None, error, None)
 
-    def _count_from(self, step):
-        every = self._every_steps or math.inf
-        self._next_step = (step // every + 1) * every
-
-    def _announce(self, step):
-        # A step ahead, as an engine takes the snapshot of a step right after its callbacks. Late after a step without
-        # `after_step`: the first one of an engine that was reset, or one at which another callback has failed.
-        if step >= self._next_step:
-            self._engine.snapshot_at(step, self.save, unreached="ignore")
-            self._announced_step = step
-            self._count_from(step)
+    def _save_unless_closed(self, state):
+        if not self._closed:  # else its shards were lost, and the block was left before they were restored
+            self.save(state)
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
         """Copy the state and start writing it; return the seconds that training waited.

@@ -161,7 +161,6 @@ class Recovery(Callback):
             lambda step, regular: figures()(step, regular),  # type: ignore[misc]
         )  # fmt: skip
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed at the end
-        self._announced_step = 0  # step of the announced snapshot
         self.closed = False
         self._seen_step, self._rolling_back = 0, False  # last step known to the trackers or saved
 
@@ -247,7 +246,6 @@ class Recovery(Callback):
         with self._saves.open(spec, self._row_tracker, step, image, self._run_id) as opened:
             # Within the block, so that the directory is unlocked if the base cannot be written.
             self._begin(state, step)
-            self._announce_save(step)
             self._on_exit = opened.pop_all()
 
     def _begin(self, state, step):
@@ -269,7 +267,6 @@ class Recovery(Callback):
     def end(self, error: BaseException | None) -> None:
         """Wait for the last save, and unlock the directory."""
         self.closed = True
-        self._withdraw_save()
         try:
             if self._row_tracker:
                 # Before closing the savers: the picker may wait for one of their saves.
@@ -283,15 +280,16 @@ class Recovery(Callback):
     # ---- each step
 
     def after_step(self, info: StepInfo) -> None:
-        """Track the batch, and announce the next save and emulated failure to the engine."""
-        step = info.step
+        """Track the batch, and have the engine take a snapshot that is due, and lose shards that are to fail."""
+        step, due = info.step, self._schedule.due(info.step, self._seen_step)
         if step > self._seen_step + 1:
             # A callback before this one has failed since, so that it is unknown which rows have changed.
             self._saves.require_base()
         self._seen_step = step
+        if due:
+            self._engine.snapshot_at(step, functools.partial(self._save_snapshot, step))
         if self._row_tracker:
-            # The snapshot is of this step: an engine calls its callbacks first, then takes it.
-            if step == self._announced_step:
+            if due:
                 # Before this batch is reported, which then waits for the save: that tracks it, except for the rows that
                 # it holds.
                 self._row_tracker.begin_snapshot(step)
@@ -299,26 +297,14 @@ class Recovery(Callback):
             self._row_tracker.mark_trained(step, info.plans)
             if self._pick_ahead_steps and self._schedule.due(step + self._pick_ahead_steps):
                 self._row_tracker.pick_ahead(step, step + self._pick_ahead_steps, self._saves.settle)
-        # Announced a step ahead, also if two saves follow each other.
-        self._announce_save(step)
         if step in self._failures:
             # The engine calls `recover` after the snapshot. Removed, as a rollback may reach this step again and a
             # failure happens once.
             self._engine.lose(self._failures.pop(step))
 
-    def _announce_save(self, step):
-        """Announce the snapshot of the next step, right after which the engine takes it, if a save is due."""
-        self._announced_step = 0
-        if self._schedule.due(step + 1):
-            self._engine.snapshot_at(step + 1, functools.partial(self._save_snapshot, step + 1), unreached="ignore")
-            self._announced_step = step + 1
-
-    def _withdraw_save(self):
-        """Withdraw the announced snapshot."""
-        self._engine.cancel_snapshot(self._announced_step)
-        self._announced_step = 0
-
     def _save_snapshot(self, step, state):
+        if self.closed:  # its shards were lost, and the block was left before they were restored
+            return
         if self._seen_step < int(state.dense.step):
             self._saves.require_base()  # an earlier callback failed, so the batch was not tracked
         self._saves.save_snapshot(step, state)
@@ -351,7 +337,6 @@ class Recovery(Callback):
         if self._rolling_back or self.closed:
             return
         self._finish_saves(self._seen_step)
-        self._withdraw_save()
         self._saves.save_base(state, must_succeed=True)
         if self._row_tracker:
             self._row_tracker.end_snapshots()  # the engine drops those whose save met lost shards
@@ -430,15 +415,12 @@ class Recovery(Callback):
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save counts from there, not from the steps that were lost.
         self._saves.reset_regular(image.step)
-        # Announced again after the reset.
-        self._withdraw_save()
         self._rolling_back = True
         try:
             self._engine.reset(state)
         finally:
             self._rolling_back = False
         self._seen_step = image.step
-        self._announce_save(image.step)
 
 
 def _saved_up_to(source: Path) -> int:

@@ -29,9 +29,9 @@ class SaveSchedule(NamedTuple):
     every: float  # T_save: steps between regular saves
     partial_interval: float  # steps between saves: r T_save with a scheme, else T_save
 
-    def due(self, step: int) -> bool:
-        """Return whether a save is due at a step."""
-        return _between(self.partial_interval, step - 1, step)
+    def due(self, step: int, since: int | None = None) -> bool:
+        """Return whether a save became due after step `since`, by default the step before."""
+        return _between(self.partial_interval, step - 1 if since is None else since, step)
 
     def regular_due(self, step: int, since: int) -> bool:
         """Return whether a regular save became due after step `since`; a failed one stays due."""

@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -323,9 +323,7 @@ class Pipeline(Engine):
                 self._progress.mark_current()
                 self.scheduler.restart(self._stages.void)
 
-    def snapshot_at(
-        self, step: int, save: Callable[[TrainState], Any], unreached: Literal["warn", "ignore"] = "warn"
-    ) -> None:
+    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
         """Announce a snapshot: a consistent state after a step, to be saved while training goes on.
 
         When the step is committed, its dense state is copied; when its rows are written, `save` runs in its own thread,
@@ -335,7 +333,7 @@ class Pipeline(Engine):
         Args and errors are those of `Engine.snapshot_at`; any error of the save of an earlier snapshot is raised too.
         """
         self._check_snapshot_saved()
-        super().snapshot_at(step, save, unreached)
+        super().snapshot_at(step, save)
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, such as a restored image, after an error or before the next run.

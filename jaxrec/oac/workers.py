@@ -233,7 +233,7 @@ class SnapshotSaver(SnapshotSchedule):
         self._missed: list[Begun] = []
 
     def begin(self, step: int, workers: Workers) -> None:
-        """Begin the snapshots missed because of lost shards, and the snapshot of the step just committed, if any.
+        """Begin the snapshots missed because of lost shards, and those of the step just committed.
 
         If a loss is not finite they are dropped, as such a state must not take the place of a good image.
         """
@@ -243,12 +243,12 @@ class SnapshotSaver(SnapshotSchedule):
                 self._losses.check()
         except FloatingPointError:
             self._missed = []
-            self.remove(step)
+            self.drop(step)
             raise
         for _ in range(missed):
             self._begin(self._missed[0], workers, lambda: self._missed.pop(0))
-        if save := self.at(step):
-            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.remove(step))
+        while save := self.at(step):
+            self._begin(Begun(step, save, RecoveryCounter()), workers, lambda: self.mark_taken(step))
 
     def count_recovery(self, shards: Iterable[int]) -> None:
         """Count a recovery for each missed snapshot, while none is being saved; raise ShardsLost if they are too many.

@@ -30,7 +30,7 @@ from jaxrec.validate import check_spec
 
 
 class FreeTrainers(Engine):
-    """Engine of n free-running trainers over shared host tables; it does not support `snapshot_at` and `lose`.
+    """Engine of n free-running trainers over shared host tables; it does not support `lose`.
 
         task = Task(spec, loss, optimizer, row_optimizer, make_mesh(replicas=2, devices=jax.devices()[:2]))
         with FreeTrainers(task, task.init(params, "host"), easgd(), stretch_steps=100) as engine:
@@ -159,11 +159,19 @@ class FreeTrainers(Engine):
             splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
             metrics = self._stretch(splitter)
             if splitter.taken:
-                self._after_step({}, metrics)
+                try:
+                    self._after_step({}, metrics)
+                finally:  # as in other engines, also if a callback failed
+                    self._save_snapshots()
                 yield self._state, metrics
             if splitter.error is not None:
                 raise splitter.error
             over = splitter.over
+
+    def _save_snapshots(self):
+        while save := self._snapshots.at(self.step):
+            self._snapshots.mark_taken(self.step)
+            save(self._state)
 
     def _stretch(self, splitter) -> dict[str, Any]:
         """Train until all trainers are idle; signals are deferred until the state is consistent."""
@@ -231,9 +239,14 @@ class FreeTrainers(Engine):
             )
         self._state = self._state._replace(tables=changed)
 
-    def snapshot_at(self, step: int, save: Callable[[TrainState], Any], unreached: str = "warn") -> None:
-        """Raise ValueError: free trainers are not idle after a given step."""
-        raise ValueError(f"free trainers have no snapshot after step {step}: save in `after_step`, where all rest.")
+    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
+        """See `Engine`; only of the step of `info`, as free trainers are not idle after another one."""
+        if step != self.step or not self._in_callback:
+            raise ValueError(
+                f"free trainers have no snapshot after step {step}: save in `after_step`, where all rest, or announce "
+                "info.step there."
+            )
+        super().snapshot_at(step, save)
 
     def lose(self, shards: Iterable[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""

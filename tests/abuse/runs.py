@@ -222,7 +222,9 @@ def saves_over(save):
     checkpointer = types.SimpleNamespace(
         save=save, done=lambda: True, wait=lambda: None, failures=[], stall_seconds=0.0, thread_seconds=0.0
     )
-    return PeriodicSaves(checkpointer, every_steps=1)
+    saves = PeriodicSaves(checkpointer, every_steps=1)
+    saves.begin(types.SimpleNamespace(snapshot_at=lambda step, save: save(INFO.state)))
+    return saves
 
 
 INFO = StepInfo(types.SimpleNamespace(dense=types.SimpleNamespace(step=np.int32(1))), 1, {}, {})
