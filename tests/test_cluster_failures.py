@@ -190,7 +190,7 @@ def test_a_pool_is_killed_in_turn_and_each_kill_is_over_when_every_trainer_that_
     assert first.killed < first.noticed < first.stepped and victims[1].wait(10) == -9
     assert [kill.kind for kill in killer.kills] == ["trainer", "server"]
     stats = SimpleNamespace(
-        examples=90, examples_lost=10, rows_lost=0, waited_for_rows_s=[1.0, 2.0], average_sync_gap=[1.0, 3.0]
+        examples=90, examples_lost=10, rows_lost=0, waited_for_rows_s=[1.0, 2.0], average_sync_gap=2.0
     )
     found = pool_figures(stats, killer, 100)
     assert found["accounting_exact"] and not pool_figures(stats, killer, 101)["accounting_exact"]

@@ -237,7 +237,7 @@ def test_the_last_rounds_are_those_of_finish(rule):
             plain.end(group)
         close(weights(played)[0], plain.shared)
     assert (weights(played) != weights(before)).any()
-    assert played.average_sync_gap == before.average_sync_gap  # last rounds are not counted, as in `Figures`
+    assert played.average_sync_gap == before.average_sync_gap  # last rounds are not counted, as in `TrainerStats`
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.describe())

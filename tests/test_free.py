@@ -225,11 +225,11 @@ def test_uneven_trainers_reach_their_end_together(way):
     if kind is Foreground:
         assert figures.steps == [5, 20, 33]
         assert figures.rounds == [1, 6, 11]
-        assert figures.average_sync_gap[2] == 3
+        assert figures.average_sync_gap == pytest.approx(58 / 18)
     # Negative control: synchronisation brings the replicas closer to each other.
     streams = [stream(i, steps) for i, steps in enumerate(figures.steps)]
     alone, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams)
-    assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == [float("inf")] * 3
+    assert figures.rounds == [0, 0, 0] and figures.average_sync_gap == float("inf")
     distance = lambda states: float(np.abs(np.asarray(states[0].params["w"]) - np.asarray(states[2].params["w"])).max())
     assert distance(dense) < distance(alone)
     assert no_threads_left()
@@ -277,7 +277,7 @@ def test_all_devices_take_turns_and_a_gap_without_rounds_is_infinite():
     streams = [stream(i, 2) for i in range(3)]
     dense, figures = freely(HostTables.create(SPEC, sgd(0.1)), streams, devices=devices[:2])
     assert [next(iter(state.params["w"].devices())) for state in dense] == [devices[i] for i in (0, 1, 0)]
-    assert figures.average_sync_gap == [float("inf")] * 3 and figures.failures == {}
+    assert figures.average_sync_gap == float("inf") and figures.failures == {}
 
 
 # ---- stretches

@@ -155,10 +155,10 @@ class Watch:
 
 def results_of(stats: PoolStats) -> dict[str, Any]:
     """Return the part of results.json about training; since the last resume."""
-    gaps = [gap for gap in stats.average_sync_gap if math.isfinite(gap)]
+    gap = stats.average_sync_gap
     return {
         "steps": sum(stats.steps), "examples_lost": stats.examples_lost, "train_seconds": stats.seconds,
         "examples_per_s": stats.examples_per_s, "replica_spread": stats.replica_spread,
         "processes_replaced": len(stats.failures), "rows_lost": stats.rows_lost,
-        **({"sync_gap_steps": float(np.mean(gaps))} if gaps else {}),
+        **({"sync_gap_steps": gap} if math.isfinite(gap) else {}),
     }  # fmt: skip

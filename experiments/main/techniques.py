@@ -117,7 +117,7 @@ class Techniques:
             counters = self._engine.counters
             found["stale_share"] = counters["stale_rows"] / max(counters["rows"], 1)
         if self._sync:
-            found["sync_gap_steps"] = self._sync.steps / self._sync.rounds if self._sync.rounds else float("inf")
+            found["sync_gap_steps"] = self._sync.average_sync_gap
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
         if isinstance(self._engine, FreeTrainers):
             # Before its first stretch, a resumed run has only the figures saved with its state.

@@ -21,6 +21,7 @@ ShadowSync, arXiv 2003.03477, which does not treat failures. Legend: n trainers,
 """
 
 import contextlib
+import dataclasses
 import math
 import threading
 import time
@@ -48,6 +49,7 @@ from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
 from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floating
 from jaxrec.shadowsync.rules import Rule
+from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.types import DenseState, PyTree, ShardsLost, TrainState
 
 _POLL_S, _NEWEST_TIMEOUT_S = 0.1, 2.0
@@ -66,19 +68,20 @@ class Failure(NamedTuple):
     at_s: float  # time of detection, in seconds since the start of the pool
 
 
-class PoolStats(NamedTuple):
-    """Statistics of a run of n trainers; lists have an entry per trainer, over all its incarnations."""
+@dataclasses.dataclass(frozen=True)
+class PoolStats(TrainerStats):
+    """Statistics of a pool; those of a trainer are over all its incarnations. Each example is counted once.
 
-    examples: int  # trained, each counted once
-    examples_lost: int  # of trainers that were given up
-    seconds: float  # until the last trainer was done
-    examples_per_s: float
-    steps: list[int]  # including repeated ones
-    rounds: list[int]
-    average_sync_gap: list[float]  # steps per round; inf without a round
+    Attributes:
+      examples_lost: of trainers that were given up.
+      waited_for_rows_s: by each trainer.
+      rows_lost: row updates that were dropped because a server was dead.
+      failures: deaths of processes.
+    """
+
+    examples_lost: int
     waited_for_rows_s: list[float]
-    rows_lost: int  # row updates dropped because a server was dead
-    replica_spread: float  # of the trainers that are done
+    rows_lost: int
     failures: list[Failure]
 
 
@@ -197,15 +200,12 @@ class TrainerPool:
     def _stats(self, seconds, params):
         progress = self._summed_progress()
         all_of = lambda name: [getattr(one, name) for one in progress]
-        examples, steps, rounds = sum(all_of("examples")), all_of("steps"), all_of("rounds")
         return PoolStats(
-            examples=examples,
+            examples=sum(all_of("examples")),
             examples_lost=self._examples_lost(),
             seconds=seconds,
-            examples_per_s=examples / seconds,
-            steps=steps,
-            rounds=rounds,
-            average_sync_gap=[step / made if made else float("inf") for step, made in zip(steps, rounds, strict=True)],
+            steps=all_of("steps"),
+            rounds=all_of("rounds"),
             waited_for_rows_s=all_of("waited_for_rows_s"),
             rows_lost=sum(all_of("rows_lost")),
             replica_spread=replica_spread(jax.tree.map(lambda *leaves: np.concatenate(leaves), *params)),

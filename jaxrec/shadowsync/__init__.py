@@ -16,17 +16,18 @@ from jaxrec.shadowsync.free import FreeTrainers
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.params import replica_spread, with_mean_replica
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, mean_of, model_averaging
+from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.shadowsync.synchroniser import Foreground, Shadow
 from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, Transport
-from jaxrec.shadowsync.workers import Figures, FreeStep, train_freely
+from jaxrec.shadowsync.workers import FreeStats, FreeStep, train_freely
 
 __all__ = [
     "ALL_REDUCE",
     "AllToAll",
     "Centre",
     "Emulation",
-    "Figures",
     "Foreground",
+    "FreeStats",
     "FreeStep",
     "FreeTrainers",
     "PeerLeft",
@@ -34,6 +35,7 @@ __all__ = [
     "Script",
     "Shadow",
     "SyncGroup",
+    "TrainerStats",
     "Transport",
     "bmuf",
     "easgd",

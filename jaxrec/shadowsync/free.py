@@ -22,7 +22,8 @@ from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream, result_or_error
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
-from jaxrec.shadowsync.workers import Figures, FreeStep, train_stretch
+from jaxrec.shadowsync.stats import average_sync_gap
+from jaxrec.shadowsync.workers import FreeStats, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
 from jaxrec.task import Task
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
@@ -350,16 +351,15 @@ class StreamSplitter:
             return None
 
 
-def _metrics_of(seen: list[dict], figures: Figures, lost: int) -> dict[str, Any]:
+def _metrics_of(seen: list[dict], figures: FreeStats, lost: int) -> dict[str, Any]:
     """Return the metrics of a stretch, from the metrics of its steps."""
     found = jax.device_get([(metrics["loss"], metrics["weight"]) for metrics in seen])
     losses, weights = np.array(found, np.float64).reshape(-1, 2).T
-    rounds = sum(figures.rounds)
     return {
         "loss": float(np.average(losses, weights=weights if weights.any() else None)) if seen else float("nan"),
         "examples": figures.examples,
-        "rounds": rounds,
-        "average_sync_gap": sum(figures.steps) / rounds if rounds else float("inf"),
+        "rounds": sum(figures.rounds),
+        "average_sync_gap": figures.average_sync_gap,
         "replica_spread": figures.replica_spread,
         "seconds": figures.seconds,
         "batches_lost": lost,
@@ -405,15 +405,14 @@ def _first_replica(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[0, ...], jax.device_get(params))
 
 
-def _added(past: dict[str, Any], figures: Figures, lost: int) -> dict[str, Any]:
+def _added(past: dict[str, Any], figures: FreeStats, lost: int) -> dict[str, Any]:
     """Add the figures of a stretch to those of past stretches, as JSON values."""
     sums = {
         name: [a + b for a, b in zip(past[name], getattr(figures, name), strict=True)] for name in ("steps", "rounds")
     }
-    steps, rounds = sum(sums["steps"]), sum(sums["rounds"])
     dropped = [f"trainer {i}: {type(error).__name__}: {error}" for i, error in figures.failures.items()]
     return sums | {
-        "average_sync_gap": steps / rounds if rounds else None,
+        "average_sync_gap": average_sync_gap(**sums) if sum(sums["rounds"]) else None,
         "replica_spread": figures.replica_spread,
         "batches_lost": past["batches_lost"] + lost,
         "dropped": [*past["dropped"], *dropped],

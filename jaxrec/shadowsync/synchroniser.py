@@ -37,6 +37,7 @@ from jaxrec.shadowsync.params import (
     replicas_in,
     with_leaves,
 )
+from jaxrec.shadowsync.stats import average_sync_gap
 from jaxrec.shadowsync.transport import PeerLeft, Transport
 from jaxrec.types import TrainState
 
@@ -67,7 +68,7 @@ class Synchroniser(Callback):
     @property
     def average_sync_gap(self) -> float:
         """Steps of this trainer per folded round; inf without a round."""
-        return self.steps / self.rounds if self.rounds else float("inf")
+        return average_sync_gap([self.steps], [self.rounds])
 
     @property
     def on_failure(self) -> str:

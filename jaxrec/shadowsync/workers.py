@@ -16,12 +16,12 @@ Reference: Zheng et al., ShadowSync, arXiv 2003.03477 (replication and Hogwild t
 free-running. Legend: n trainers, m workers per trainer, B batch.
 """
 
+import dataclasses
 import functools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostTables, capacity_of, plan
 from jaxrec.interrupts import uninterrupted
 from jaxrec.shadowsync.params import replica_spread
+from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import PeerLeft
 from jaxrec.sharding import make_mesh
@@ -266,17 +267,14 @@ class Trainer:
                 self.dense = self.dense._replace(params=fold(self.dense.params))
 
 
-class Figures(NamedTuple):
-    """Statistics of a run of n trainers."""
+@dataclasses.dataclass(frozen=True)
+class FreeStats(TrainerStats):
+    """Statistics of `train_freely`.
 
-    examples: int
-    seconds: float  # until the last worker was done, without later rounds
-    examples_per_s: float
-    steps: list[int]  # steps of each trainer
-    rounds: list[int]  # rounds of each trainer
-    average_sync_gap: list[float]  # steps of each trainer per round; inf without a round
-    replica_spread: float  # spread of the replicas at the end, without dropped trainers
-    # Error of each dropped trainer by number; empty if a failure stops all.
+    Attributes:
+      failures: {number: error} of the trainers that were dropped.
+    """
+
     failures: dict[int, BaseException]
 
 
@@ -289,11 +287,11 @@ def train_freely(
     workers_per_trainer: int = 1,
     devices: Sequence[jax.Device] | None = None,
     hook: Callable[[int, int, dict], None] | None = None,
-) -> tuple[list[DenseState], Figures]:
+) -> tuple[list[DenseState], FreeStats]:
     """Train n = len(streams) trainers until their streams are exhausted.
 
     A failing trainer stops all, unless its group (its synchroniser's transport) has on_failure='drop': then it is
-    dropped with a warning, its error is in `Figures.failures`, and the others train to the end of their streams. A
+    dropped with a warning, its error is in `FreeStats.failures`, and the others train to the end of their streams. A
     trainer that the group has dropped as overdue is handled likewise. Ctrl-C, and any error that is not an `Exception`,
     stops all in either case. A thread still blocked in a stream or a hook 10 s after the end is abandoned, with a
     warning that names it.
@@ -334,7 +332,7 @@ def train_stretch(
     synchroniser: Callable[[int], Synchroniser] | None = None,
     workers_per_trainer: int = 1,
     hook: Callable[[int, int, dict], None] | None = None,
-) -> tuple[list[DenseState], Figures]:
+) -> tuple[list[DenseState], FreeStats]:
     """Continue training from the dense states that an earlier call returned, with its compiled programs.
 
     To continue the synchronisation too, create the group of every stretch but the last with `last_round=False`, and of
@@ -441,18 +439,13 @@ def _raise_or_warn(shared, trainers):
 
 
 def _figures(shared, trainers, start):
-    seconds = max(trainer.end for trainer in trainers) - start
-    examples = sum(trainer.examples for trainer in trainers)
     rounds = [getattr(trainer.synchroniser, "rounds", 0) for trainer in trainers]
-    gaps = [t.steps / number if number else float("inf") for t, number in zip(trainers, rounds, strict=True)]
     replicas = [jax.device_get(trainer.dense.params) for trainer in trainers if not trainer.failed]
-    return Figures(
-        examples=examples,
-        seconds=seconds,
-        examples_per_s=examples / seconds,
+    return FreeStats(
+        examples=sum(trainer.examples for trainer in trainers),
+        seconds=max(trainer.end for trainer in trainers) - start,
         steps=[trainer.steps for trainer in trainers],
         rounds=rounds,
-        average_sync_gap=gaps,
         replica_spread=replica_spread(jax.tree.map(lambda *x: np.concatenate(x), *replicas)),
         # Reversed, so that the first of several errors of a trainer is kept.
         failures=dict(reversed(shared.failures)),
