@@ -674,7 +674,7 @@ class Serial(Engine):
           ShardsLost: shards were lost, and no callback can recover them.
         """
         if self._alone:
-            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
+            raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
         if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are expected.")

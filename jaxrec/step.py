@@ -14,7 +14,7 @@ import optax
 from jaxrec import validate
 from jaxrec.embedding import activations, capacity_of, plan
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.losses import (
+from jaxrec.outcome import (
     check_per_example,
     check_rng,
     key_at,

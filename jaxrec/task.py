@@ -15,7 +15,7 @@ import optax
 from jaxrec import validate
 from jaxrec.embedding import Place, Tables, create_tables
 from jaxrec.embedding.spec import EmbeddingSpec, check_row_optimizer
-from jaxrec.losses import check_rng, checked_seed
+from jaxrec.outcome import check_rng, checked_seed
 from jaxrec.sharding import (
     BATCH,
     EVERYWHERE,
@@ -49,7 +49,7 @@ class Task:
     gets `rng=key`, the key of the seed, step and device. It may return (f32[B], figures) or (f32[B], figures,
     variables). Figures {name: f32[B] or f32[]} are reported in the metrics: weighted means over the examples of a
     replica, then over replicas; an f32[] is taken as the mean over the examples of its device. Variables {name: value}
-    replace params[name] after the optimizer. `jaxrec.losses` has the details.
+    replace params[name] after the optimizer. `jaxrec.outcome` has the details.
 
     A training step of another kind is a subclass that overrides `update`. Programs are compiled once per task and
     shape.

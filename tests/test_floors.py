@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 LEVELS = [
     ["types", "files", "interrupts", "bounds", "metrics", "table_use", "xla"],
     ["sharding", "ranking", "models", "callbacks"],
-    ["embedding", "losses"],
+    ["embedding", "outcome"],
     ["validate", "data", "checkpoint"],
     ["step", "prefetch"],
     ["task"],
@@ -141,7 +141,7 @@ def test_the_design_shows_these_levels():
         ("checkpoint/row_deltas.py", "import orbax.checkpoint"),
         ("metrics.py", "from os import path"),
         ("step.py", "import jaxrec.loop"),
-        ("losses.py", "from jaxrec.step import update"),
+        ("outcome.py", "from jaxrec.step import update"),
         ("oac/ring.py", "import jaxrec.oac.pipeline"),
         ("oac/ring.py", "import threading"),
         ("oac/pipeline.py", "from jaxrec.shadowsync import Shadow"),

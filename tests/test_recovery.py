@@ -20,7 +20,7 @@ from jaxrec.checkpoint import Checkpointer, deltas, images, read_manifest, resto
 from jaxrec.checkpoint.format import leaves_of, load_arrays, number_of
 from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
-from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu
 from jaxrec.cpr.tracking import ranges_of, without_rows
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
 from jaxrec.oac import Pipeline
@@ -35,7 +35,7 @@ SCHEMES = {
     "ssu": ssu(1),
     "scar": scar(),
     "round_robin": round_robin(),
-    "random": random(),
+    "random": random_rows(),
 }
 STEPS = 40
 
@@ -379,7 +379,7 @@ def test_rows_that_could_not_be_written_stay_to_be_saved_and_training_goes_on(tm
         assert len(recovery.failed_saves) == 1
 
 
-@pytest.mark.parametrize("scheme", [mfu(), round_robin(), random()], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("scheme", [mfu(), round_robin(), random_rows()], ids=lambda scheme: scheme.name)
 def test_after_a_failed_save_every_access_counts_also_those_between_its_pick_and_it(tmp_path, scheme):
     """Picked at 4, not saved at 8, and picked again at 12."""
     given, at_picks, wanted = [*batches(0, 8), *nothing(4)], [], []
@@ -458,7 +458,7 @@ def test_a_directory_of_another_run_is_refused(tmp_path):
         with watched("host", tmp_path / scheme, scheme) as (engine, _):
             engine.train(batches(0, 20))
         files = sorted((tmp_path / scheme).iterdir())
-        with pytest.raises(ValueError, match="would pass for rows"), watched("host", tmp_path / scheme, scheme):
+        with pytest.raises(ValueError, match="would take for this run's"), watched("host", tmp_path / scheme, scheme):
             pass
         assert sorted((tmp_path / scheme).iterdir()) == files
 

@@ -34,7 +34,7 @@ from jaxrec.checkpoint import (
     write_image,
 )
 from jaxrec.cluster.pool import PoolTables
-from jaxrec.cpr import Recovery, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
@@ -564,7 +564,7 @@ TRACKED = {
     "ssu": ssu(2),
     "scar": scar(),
     "robin": round_robin(),
-    "random": random(3),
+    "random": random_rows(3),
 }
 FATES = st.sampled_from(["", "", "twice", "twice, once late", "drop"])
 

@@ -13,7 +13,7 @@ from studies.failure_replay import replay_in_useful_time, replay_in_wall_time
 
 from jaxrec import Batch, Serial, Task
 from jaxrec.checkpoint import Checkpointer, is_intact
-from jaxrec.cpr import Recovery, measure, plan_recovery, schedule
+from jaxrec.cpr import Recovery, measure_costs, plan_recovery, schedule
 from jaxrec.cpr.failure import draw_failures
 from jaxrec.cpr.schedule import SETTING_A, SETTING_B, Costs
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
@@ -309,7 +309,7 @@ def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed
         saver.save(state)
         saver.wait()
         files = listing(tmp_path)
-        state, costs = measure(state, tmp_path, **JOB, failed_nodes=2, copy=copy, rounds=2)
+        state, costs = measure_costs(state, tmp_path, **JOB, failed_nodes=2, copy=copy, rounds=2)
         assert listing(tmp_path) == files
     after = jax.tree.map(np.array, (state.dense, state.tables.parts("width_4"), state.tables.step))
     jax.tree.map(np.testing.assert_array_equal, before, after)
@@ -321,6 +321,6 @@ def test_measured_costs_stand_in_for_assumed_ones_and_nothing_is_left_or_changed
 def test_measuring_really_saves_all_and_restores_all_and_then_the_failed_shards(tmp_path):
     state = state_of(NotedTables.create(SPEC, ROWS))
     state.tables.__dict__.update(seen=[], place=tmp_path)
-    measure(state, tmp_path / "made" / "by nobody", **JOB, failed_nodes=3, rounds=2)
+    measure_costs(state, tmp_path / "made" / "by nobody", **JOB, failed_nodes=3, rounds=2)
     assert state.tables.seen == 2 * [(shard, [True]) for shard in [0, 1, 2, 3, 0, 1, 2]]
     assert listing(tmp_path) == []

@@ -17,7 +17,7 @@ import optax
 from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cpr import Recovery, draw_failures, measure, mfu, plan_recovery, scar, ssu
+from jaxrec.cpr import Recovery, draw_failures, measure_costs, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
 from jaxrec.embedding import EmbeddingSpec, HostTables, Tables, create_tables
 from jaxrec.engine import Serial
@@ -169,7 +169,7 @@ def saves_every(config, engine, run, steps: int, first_steps: Callable[[int], It
         return _planned(config, costs, hours)
     if not (known := run.read_json("recovery.json")):
         hours = _step_seconds(first_steps) / 3600
-        state, costs = measure(
+        state, costs = measure_costs(
             engine.state, run.directory, mtbf_hours=mtbf * hours, total_hours=steps * hours, reschedule_hours=0.0
         )
         engine.reset(state)

@@ -285,8 +285,8 @@ class Checkpointer(BackgroundSaver, Callback):
             if number_of(path) > step:
                 if is_intact(path):
                     raise ValueError(
-                        f"{path} is whole and of a later step than {step}: it would pass for newer than what is to be "
-                        "saved. Go on from it, or remove it, or give another directory."
+                        f"{path} is whole and of a later step than {step}: `restore` would take it for newer than "
+                        "what is to be saved. Go on from it, or remove it, or give another directory."
                     )
                 mark_damaged(path)
 

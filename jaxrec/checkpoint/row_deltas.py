@@ -242,8 +242,8 @@ def refuse_newer(directory: Path, found: list[Image]) -> None:
             continue
         if newer:
             raise ValueError(
-                f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, and saving would remove it, "
-                "or be in vain: go on from it (`restore` it, or base=newest(directory)), or give another directory."
+                f"{path} is newer than {found[-1].path.name if found else 'initial rows'}, which saving would "
+                "remove: go on from it (`restore` it, or base=newest(directory)), or give another directory."
             )
 
 

@@ -23,7 +23,7 @@ from jaxrec.files import local_path
 from jaxrec.types import TrainState
 
 
-def measure(
+def measure_costs(
     state: TrainState,
     directory: str | Path,
     *,
@@ -67,12 +67,12 @@ def measure(
 
     >>> import optax, tempfile
     >>> from jaxrec import EmbeddingSpec, Lookup, Table, Task, adagrad
-    >>> from jaxrec.cpr import measure, plan_recovery
+    >>> from jaxrec.cpr import measure_costs, plan_recovery
     >>> spec = EmbeddingSpec({'item': Table(9000, 8)}, {'item': Lookup('item')})
     >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
     >>> state = Task(spec, loss, optax.adam(1e-3), adagrad(0.1)).init(0.0)
     >>> with tempfile.TemporaryDirectory() as directory:
-    ...     state, costs = measure(state, directory, mtbf_hours=28, total_hours=56, reschedule_hours=0.1)
+    ...     state, costs = measure_costs(state, directory, mtbf_hours=28, total_hours=56, reschedule_hours=0.1)
     >>> plan = plan_recovery(costs, target_pls=0.1)
     >>> plan.mode, plan.in_steps(seconds_per_step=0.1)['total_steps'], costs.nodes
     ('partial', 2016000, 8)

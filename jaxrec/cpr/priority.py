@@ -113,7 +113,7 @@ def round_robin() -> Priority:
     return _count_scheme("round_robin", False, select, (round_robin, ()))
 
 
-def random(seed: int = 0) -> Priority:
+def random_rows(seed: int = 0) -> Priority:
     """Save random touched rows, drawn from (seed, shard, pick)."""
 
     def select(count, budget, turn):
@@ -121,7 +121,7 @@ def random(seed: int = 0) -> Priority:
         draw = 1 - np.random.default_rng([seed, turn]).random(len(count), np.float32)
         return counters.largest(np.where(count > 0, draw, np.float32(0)), budget), turn + 1
 
-    return _count_scheme("random", False, select, (random, (seed,)), turn_stride=1 << 32)
+    return _count_scheme("random", False, select, (random_rows, (seed,)), turn_stride=1 << 32)
 
 
 def _count_scheme(name, by_access, select, recipe, turn_stride=0):

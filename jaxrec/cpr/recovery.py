@@ -49,8 +49,8 @@ def check_image(directory: Path, image: Image | None, step: int) -> None:
     found = newest_first(directory)
     if image is None and found:
         raise ValueError(
-            f"{directory} holds {found[0].name} (and {len(found) - 1} more), which would pass for rows of "
-            "this run: go on with that one (state, image = restore(directory, state), then Recovery(..., "
+            f"{directory} holds {found[0].name} (and {len(found) - 1} more), which `restore` would take for "
+            "this run's: go on with that one (state, image = restore(directory, state), then Recovery(..., "
             "image=image)), or give another directory."
         )
     if image is not None and (image.path.resolve() not in [p.resolve() for p in found] or image.step != step):

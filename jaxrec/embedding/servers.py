@@ -367,7 +367,7 @@ class ShardServer:
                 f"parts {found}, but parts {wanted} are expected."
             )
         if (count > shape[1]).any() or kernels.outside(unique, count, self.spec.stacks[name].rows):
-            raise ValueError(f"a message leads to rows that {name!r} has not: plan with the spec of the tables.")
+            raise ValueError(f"row numbers out of range for {name!r}: plan with the spec of the tables.")
         return RowBlock(unique, count, piece.parts)
 
 

@@ -136,7 +136,7 @@ class EmbeddingSpec:
                 raise ValueError(f"lookup {name!r} names unknown tables {unknown}; known: {list(self.tables)}.")
             widths = {self.tables[t].width for t in lookup.columns}
             if len(widths) > 1:
-                raise ValueError(f"lookup {name!r} mixes embedding widths {sorted(widths)}: make one lookup a width.")
+                raise ValueError(f"lookup {name!r} mixes embedding widths {sorted(widths)}: use one lookup per width.")
         unread = set(self.tables) - {t for lookup in self.lookups.values() for t in lookup.columns}
         if unread:
             raise ValueError(f"no lookup reads the tables {sorted(unread)}: remove them or name them in one.")

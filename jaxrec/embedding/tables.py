@@ -170,7 +170,7 @@ def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.nda
     if len(unique) != tables.spec.shards or len(count) != len(unique) or kernels.outside(unique, count, rows):
         raise ValueError(
             f"a plan of {len(unique)} shards for {name!r}, of which these tables have {rows} rows in "
-            f"{tables.spec.shards} shards: it leads to rows that they lack. Plan with their own spec."
+            f"{tables.spec.shards} shards: its row numbers are out of range. Plan with their own spec."
         )
     return unique, count
 

@@ -10,7 +10,7 @@ import jax
 
 from jaxrec import validate
 from jaxrec.bounds import whole_number
-from jaxrec.oac.view import GuardedTables
+from jaxrec.oac.guard import GuardedTables
 from jaxrec.sharding import AXES, as_mesh, mesh_of
 from jaxrec.task import Task
 from jaxrec.types import TrainState

@@ -32,10 +32,10 @@ from jaxrec.engine import (
     first_failure,
 )
 from jaxrec.interrupts import raise_deferred, uninterrupted
+from jaxrec.oac.guard import GuardedTables, TableProgress
 from jaxrec.oac.options import check_options, checked_mesh, with_unguarded_tables
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Stages, fetch_whole
-from jaxrec.oac.view import GuardedTables, TableProgress
 from jaxrec.oac.workers import SnapshotSaver, Workers
 from jaxrec.prefetch import Stream, result_or_error
 from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
@@ -298,7 +298,7 @@ class Pipeline(Engine):
           As `drain`, and any error of `change`, whose changes up to the error stay.
         """
         if self.scheduler.paused:
-            raise ValueError("`exclusive` within `exclusive`: the tables are yours already.")
+            raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
         if not self.running:  # outside a run, the change is responsible for lost shards
             self.scheduler.mark_recovered(self.scheduler.lost_shards)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from jaxrec.engine import Losses, RecoveryCounter, SnapshotSchedule
 from jaxrec.interrupts import uninterrupted
+from jaxrec.oac.guard import TableProgress
 from jaxrec.oac.scheduler import BatchScheduler
 from jaxrec.oac.stages import DeviceStep, Item, Stages
-from jaxrec.oac.view import TableProgress
 from jaxrec.prefetch import END, Stream, result_or_error
 from jaxrec.types import ShardsLost, TrainState
 

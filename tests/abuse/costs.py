@@ -11,7 +11,7 @@ from world import loss
 
 import jaxrec
 from abuse import refused, situation
-from jaxrec.cpr import measure, plan_recovery
+from jaxrec.cpr import measure_costs, plan_recovery
 from jaxrec.cpr.schedule import SETTING_A
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 
@@ -51,19 +51,19 @@ for name, (value, words) in WRONG.items():
 
     @situation(f"measuring with {name}={value!r}", ValueError, words)
     def _(directory, name=name, value=value):
-        nothing_was_left(directory, lambda: measure(state_of(), directory, **{**JOB, name: value}))
+        nothing_was_left(directory, lambda: measure_costs(state_of(), directory, **{**JOB, name: value}))
 
 
 @situation("measuring in an object store", ValueError, "object stores are not supported")
 def _(directory):
-    measure(state_of(), "s3://bucket/run", **JOB)
+    measure_costs(state_of(), "s3://bucket/run", **JOB)
 
 
 @situation("measuring below a file", NotADirectoryError, "Not a directory.*notes.txt")
 def _(directory):
     (directory / "notes.txt").write_text("mine")
     try:
-        measure(state_of(), directory / "notes.txt" / "run", **JOB)
+        measure_costs(state_of(), directory / "notes.txt" / "run", **JOB)
     finally:
         assert [path.name for path in directory.rglob("*")] == ["notes.txt"]
 
@@ -79,4 +79,4 @@ class Refusing(HostTables):
 def _(directory):
     state = state_of()
     tables = Refusing(*(getattr(state.tables, field.name) for field in dataclasses.fields(HostTables)))
-    nothing_was_left(directory, lambda: measure(state._replace(tables=tables), directory, **JOB))
+    nothing_was_left(directory, lambda: measure_costs(state._replace(tables=tables), directory, **JOB))

@@ -249,7 +249,7 @@ def _(directory):
 # ---- host tables and their files
 
 
-@situation("host tables read with a plan of larger ones", ValueError, "leads to rows that they lack")
+@situation("host tables read with a plan of larger ones", ValueError, "its row numbers are out of range")
 def _(directory):
     large = EmbeddingSpec({"user": Table(4000, 4), "item": Table(9, 4)}, SPEC.lookups, shards=4)
     HostTables.create(SPEC, ROWS).read(jaxrec.plan(large, {"pair": np.array([[3999, 8]])}))

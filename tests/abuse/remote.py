@@ -109,7 +109,7 @@ def _(directory):
     tables.read(PLANS)
 
 
-@situation("a plan of another spec", ValueError, "leads to rows that they lack. Plan with their own spec")
+@situation("a plan of another spec", ValueError, "its row numbers are out of range. Plan with their own spec")
 def _(directory):
     tables = remote(SPEC, ROWS)
     wide = EmbeddingSpec({"item": Table(400, 4)}, {"item": Lookup("item")}, shards=4)
