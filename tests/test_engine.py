@@ -556,7 +556,7 @@ def test_ctrl_c_ends_the_wait_for_a_stream_that_blocks_and_nothing_of_it_is_lost
 def test_a_change_that_raises_returns_no_tables_or_lies_within_another_is_refused_and_loses_nothing(make):
     wrong = [
         (lambda tables: None, ValueError, "returned a NoneType"),
-        (lambda tables: engine.exclusive(lambda same: same), ValueError, "within `exclusive`"),
+        (lambda tables: engine.exclusive(lambda same: same), ValueError, "cannot be nested"),
         (lambda tables: 1 / 0, ZeroDivisionError, "division"),
     ]
     with make() as engine:
