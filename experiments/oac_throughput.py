@@ -300,7 +300,7 @@ def draw(run: Run, results: Mapping[str, Any], ways: Mapping[str, list[str]]) ->
 
 
 def finding_over_sync(results: Mapping[str, Any]) -> str:
-    """Title of the README's plot."""
+    """Title of `draw_ratios`."""
     of = lambda mode, label: number(results[f"{mode}_over_sync_{label}"], 3)
     return (
         f"OAC, with the results of sync, has {of('oac', 'balanced_link')} of its rate over a link as slow as compute "
@@ -310,7 +310,7 @@ def finding_over_sync(results: Mapping[str, Any]) -> str:
 
 
 def draw_ratios(path: Path, results: Mapping[str, Any]) -> bool:
-    """The README's plot: rates of all modes over sync, with and without a link."""
+    """Plot the rates of all modes over sync, with and without an emulated link."""
     found = figures(results)
     series = {
         mode: {in_words(label): found[f"{mode}_over_sync_{label}"] for label in REGIMES if label != "remote"}
@@ -318,6 +318,37 @@ def draw_ratios(path: Path, results: Mapping[str, Any]) -> bool:
     }
     label = "rate over that of sync (link emulated)"
     return bars(path, {label: series}, finding_over_sync(results), {label: {"sync": 1.0}})
+
+
+def rates_on_gpu(results: Mapping[str, Any]) -> dict[str, dict[str, Figure]]:
+    """Return {mode: {width and batch: rate over sync}}, window 4, of parts `oac` and `oac_wide` of on_accelerator.py.
+
+    Points of a single round, which have no interval, are left out.
+    """
+    rates: dict[str, dict[str, Figure]] = {"semisync": {}, "async": {}, "oac": {}}
+    for name, figure in figures(results).items():
+        way, found, point = name.partition("_rate_over_sync_")
+        if found and figure.low is not None and way.removesuffix("_4") in rates:
+            words = point.split("_")
+            of = dict(zip(words[::2], words[1::2], strict=False))
+            rates[way.removesuffix("_4")][f"width {of['width']}, batch {int(of['batch']):,}"] = figure
+    return rates
+
+
+def finding_on_gpu(found: Mapping[str, Any]) -> str:
+    """Title of the README's plot: OAC over sync at best and at worst."""
+    oac, about = rates_on_gpu(found["results"])["oac"].values(), found["environment"]
+    best, worst = (said(which(oac, key=lambda figure: figure.value)) for which in (max, min))
+    return (
+        f"{about['device']}, tables in host memory, code of {about['date']} (commit {about['commit']}): OAC has {best} "
+        f"times the rate of sync at best, {worst} at worst"
+    )
+
+
+def draw_on_gpu(path: Path, found: Mapping[str, Any]) -> bool:
+    """The README's plot: measured rates of the modes over sync on a GPU, with wide rows and with narrow ones."""
+    label = "rate over that of sync (measured, window 4)"
+    return bars(path, {label: rates_on_gpu(found["results"])}, finding_on_gpu(found), {label: {"sync": 1.0}})
 
 
 if __name__ == "__main__":

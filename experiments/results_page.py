@@ -50,6 +50,7 @@ text-align:left;vertical-align:top}th{background:#eee}code,h3,p a{overflow-wrap:
 # How the picture of a results file is drawn: (its content, empty directory).
 PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     "oac_throughput": lambda found, to: oac_throughput.draw_ratios(to / "over_sync.png", found["results"]),
+    "oac_wide": lambda found, to: oac_throughput.draw_on_gpu(to / "over_sync.png", found),
     "shadowsync_quality_criteo": lambda found, to: shadowsync_quality.draw(to, found["results"]),
     "shadowsync_scaling_processes": lambda found, to: shadowsync_scaling.draw_measured(to, found["results"]),
     "shadowsync_isolation": lambda found, to: shadowsync_isolation.draw(to, found["results"]),
@@ -58,16 +59,24 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     ),
     "cluster_failures": lambda found, to: cluster_failures.draw_overheads(to / "overheads.png", found["results"]),
 }
+BESIDE = {"oac_wide": "oac"}  # another file of the machine, whose results the picture of the first shows too
 
 
 class Run(NamedTuple):
-    """A results file: the folder of its machine, its name, content and command, and the file with its seeds' rows."""
+    """A results file: the folder of its machine, its name, content and command, the file with its seeds' rows, and
+    the results of the file in BESIDE."""
 
     machine: str
     name: str
     found: Mapping[str, Any]
     command: str
     seeds: str = ""
+    beside: Mapping[str, Any] = {}
+
+    @property
+    def drawn(self) -> Mapping[str, Any]:
+        """Results that the picture shows."""
+        return {**self.found["results"], **self.beside}
 
     @property
     def file(self) -> str:
@@ -185,7 +194,9 @@ def runs(root: Path) -> dict[str, list[Run]]:
             )
         rows = path.with_suffix(".jsonl")
         seeds = f"../{rows.relative_to(root)}" if rows.exists() else ""
-        run = Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"], seeds)
+        other = path.with_name(f"{BESIDE.get(name)}.json")
+        beside = json.loads(other.read_text())["results"] if other.exists() else {}
+        run = Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"], seeds, beside)
         found.setdefault(name, []).append(run)
     return found
 
@@ -306,7 +317,7 @@ def pictures(claim: Mapping[str, Any], found: Mapping[str, list[Run]]) -> list[t
 
 def digest(run: Run) -> str:
     """Of the results that a picture is drawn from."""
-    return hashlib.sha256(json.dumps(run.found["results"], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(run.drawn, sort_keys=True).encode()).hexdigest()
 
 
 def drawn_from(picture: Path) -> str | None:
@@ -321,7 +332,7 @@ def draw(run: Run, target: Path) -> None:
     from PIL import Image, PngImagePlugin
 
     with tempfile.TemporaryDirectory() as directory:
-        PICTURES[run.name](run.found, Path(directory))
+        PICTURES[run.name]({**run.found, "results": run.drawn}, Path(directory))
         (drawn,) = Path(directory).glob("*.png")
         said = PngImagePlugin.PngInfo()
         said.add_text("Source", digest(run))

@@ -58,6 +58,12 @@ def test_the_readme_has_a_snippet_for_each_technique_and_says_first_how_to_insta
     assert "pip install" in parts["Start"] and headings.index("Start") < headings.index("OAC")
 
 
+def test_the_readme_is_short_and_its_examples_need_few_names():
+    page = text_of("README.md")
+    imported = ", ".join(re.findall(r"^>>> from jaxrec\S* import (.*)$", page, re.M)).split(", ")
+    assert len(page.splitlines()) <= 130 and len(set(imported)) == len(imported) <= 15
+
+
 def test_every_page_with_examples_is_run():
     with_examples = [page for page in PAGES if "```python" in page.read_text()]
     assert with_examples == sorted(ROOT / page for page in RUNNING)
@@ -296,17 +302,42 @@ def test_a_table_has_figures_of_one_kind():
     assert len(kinds) > 20 and set(kinds) <= set(KINDS)
 
 
-def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind_and_commit():
-    (shown,) = tables(text_of("README.md"))
-    kinds, rows = shown[0][1:-1], shown[1:]
-    assert set(kinds) <= set(KINDS) and shown[0][-1] == "commit" and len(rows) == 20
+BOLD = re.compile(r"\*\*(-?\d[^*]*)\*\*")
+
+
+def unmeasured(rows):
+    """Figures of the README, {row: those in bold}, that no table of their kind has from one of the row's commits."""
     figures = {(kind, commit_of(file)): set() for kind in KINDS for file in SECTIONS}
     for file, section in SECTIONS.items():
         for table in tables(section):
             cells = [cell for row in table[1:] for cell in row[1:]]
             figures[kind_of(table), commit_of(file)].update(cells, [cell.partition(" (")[0] for cell in cells])
-    given = [(kind, row[-1], cell) for row in rows for kind, cell in zip(kinds, row[1:-1], strict=True) if cell]
-    assert given and [one for one in given if one[2] not in figures.get(one[:2], ())] == []
+    found = []
+    for sentence, kind, commits in rows:
+        of_each = [figures.get((kind, commit), set()) for commit in commits.split(", ")]
+        given = set(BOLD.findall(sentence))
+        assert given and all(given & each for each in of_each), f"no figure, or none of a commit: {sentence}"
+        assert not re.search(r"\d\.\d", BOLD.sub("", sentence)), f"a figure that is not in bold: {sentence}"
+        found += sorted(given.difference(*of_each))
+    return found
+
+
+def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind_and_commit():
+    (shown,) = tables(text_of("README.md"))
+    assert shown[0] == ["result", "kind", "commit"] and len(shown) == 11
+    assert {kind for _, kind, _ in shown[1:]} <= set(KINDS) and unmeasured(shown[1:]) == []
+    (sentence, kind, commit), *_ = [row for row in shown if "2.54 (2.34 to 2.61)" in row[0]]
+    assert unmeasured([(sentence.replace("2.54", "2.55"), kind, commit)]) == ["2.55 (2.34 to 2.61)"]
+    with pytest.raises(AssertionError, match="none of a commit"):
+        unmeasured([(sentence, "emulated", commit)])
+
+
+def test_the_first_screen_of_the_readme_repeats_figures_of_its_table():
+    page = " ".join(text_of("README.md").split())
+    said = page[page.index("On an **H200**") : page.index("![")]
+    figure = re.compile(r"\d\.\d+ (?:\(\S+ to \S+\)|± \d\.\d+)")
+    assert not re.search(r"\d\.\d", figure.sub("", said))
+    assert len(figure.findall(said)) == 5 and set(figure.findall(said)) <= set(BOLD.findall(page))
 
 
 def commit_of(file):

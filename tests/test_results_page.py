@@ -138,6 +138,14 @@ def test_a_picture_is_that_of_its_file(name):
         assert drawn_from(RESULTS / run.machine / f"{name}.png") == digest(run), "python experiments/results_page.py"
 
 
+def test_a_picture_of_two_files_is_stale_when_the_second_differs(checkout):
+    path = checkout / "experiments" / "results" / "one_h200" / "oac.json"
+    found = json.loads(path.read_text())
+    found["results"]["oac_4_rate_over_sync_width_16_batch_16384"] += 0.01
+    path.write_text(json.dumps(found))
+    assert digest(*runs(checkout)["oac_wide"]) != digest(*runs(ROOT)["oac_wide"])
+
+
 def test_every_picture_is_shown():
     named = [name for paper in PAPERS for claim in paper["claims"] for name in claim.get("pictures", {})]
     assert sorted(named) == sorted(PICTURES) == sorted({path.stem for path in RESULTS.glob("*/*.png")})

@@ -111,6 +111,14 @@ def test_every_page_stands_in_the_index():
     assert pages <= set(listed)
 
 
+def test_the_first_page_is_the_first_screen_of_the_readme():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert index.startswith('```{include} ../README.md\n:end-before: "## Start"\n:relative-docs: docs/\n')
+    first, start, _ = (ROOT / "README.md").read_text().partition("\n## Start\n")
+    links = re.findall(r"(?<!!)\[[^]]*\]\(([^)]*)\)", first)
+    assert start and links and all(link.startswith(("docs/", "https://")) for link in links)  # what MyST can resolve
+
+
 # ---- troubleshooting
 
 
