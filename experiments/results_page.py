@@ -313,7 +313,7 @@ def page(text: str, directory: Path) -> str:
             data = base64.b64encode((directory / path).read_bytes()).decode()
             body.append(f'<p><img alt="{html.escape(words)}" src="data:image/png;base64,{data}"></p>')
         elif block.startswith("|"):
-            head, _, *rows = ([*map(_said, line.strip("| ").split(" | "))] for line in block.splitlines())
+            head, _, *rows = ([*map(_said, line[2:-2].split(" | "))] for line in block.splitlines())
             lines = [f"<th>{'<th>'.join(head)}", *(f"<td>{'<td>'.join(row)}" for row in rows)]
             body.append(f'<div class="wide"><table><tr>{"<tr>".join(lines)}</table></div>')
         elif block.startswith("- "):
@@ -326,12 +326,15 @@ def page(text: str, directory: Path) -> str:
 
 
 def _said(text: str) -> str:
-    """Markdown within a line, as HTML: code has no other marks in it."""
+    """Markdown within a line, as HTML: code has no links in it, and no stars.
+
+    >>> _said("**See `a[b](c)`, [d](e.md)**: a & b")
+    '<strong>See <code>a[b](c)</code>, <a href="e.md">d</a></strong>: a &amp; b'
+    """
     parts = html.escape(text).split("`")
-    for i in range(0, len(parts), 2):
-        parts[i] = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', parts[i])
-        parts[i] = re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", parts[i])
-    return "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
+    parts[::2] = [re.sub(r"\[([^\]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', part) for part in parts[::2]]
+    parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
+    return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", "".join(parts))
 
 
 def pages(root: Path) -> dict[str, str]:

@@ -1,7 +1,9 @@
 """The page of results equals its files: each claim has a row, and a figure that differs is noticed."""
 
+import html
 import html.parser
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -200,6 +202,16 @@ def test_every_claim_leads_to_its_runs():
         assert f"### {run.heading}\n`{run.about['command']}`, {run.where}: [{run.name}.json]({run.file})" in text
     for claim in (claim for paper in PAPERS for claim in paper["claims"]):
         assert all(run.link in text for name in claim["runs"] for run in found[name])
+
+
+def test_the_page_of_html_has_the_cells_of_that_in_markdown():
+    made = pages(ROOT)
+    lines = [line for line in made["results.md"].splitlines() if line.startswith("|") and "| --- |" not in line]
+    rows = re.findall(r"<tr>(.*?)(?=<tr>|</table>)", made["results.html"])
+    plain = [[re.sub(r"<[^>]*>", "", cell) for cell in re.split("<t[hd]>", row)[1:]] for row in rows]
+    assert plain == [[html.escape(cell).replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines]
+    text = re.sub(r"<code>.*?</code>", "", made["results.html"])
+    assert "**" not in text and "](" not in text
 
 
 def test_the_page_of_html_stands_alone():
