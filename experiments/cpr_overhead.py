@@ -16,7 +16,7 @@ here. Arms of a seed share data, initial values and failures. `test_auc_loss` an
 with 95 % intervals; `non_inferior_SCHEME`: the interval of the loss lies below 0.0005 (true) or above (false); absent
 while there are too few seeds to decide.
 
-docs/measured.md has the runs. With --watched 7, the paper's setting as recalled, the Criteo sample lost 32 +- 26
+docs/results.md has the runs. With --watched 7, the paper's setting as recalled, the Criteo sample lost 32 +- 26
 (vanilla), 39 +- 15 (SCAR), 17 +- 21 (MFU) and 35 +- 20 (SSU), in units of 0.00001 AUC over 25 seeds; no file was kept.
 
 A job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 PLS (cpr_scalability.py), not the target of

@@ -12,7 +12,7 @@ training with real saves and restores, as in cpr_overhead.py; the realised PLS i
 `SCHEME_slope_minus_vanilla` with its 95 % interval over seeds, each fitted separately. Losses are also given in
 normalised entropy, which is smoother. --resume continues a run.
 
-docs/measured.md has the run on the Criteo sample. With 7 of 26 tables watched (--watched 7, 3 seeds, no file was kept)
+docs/results.md has the run on the Criteo sample. With 7 of 26 tables watched (--watched 7, 3 seeds, no file was kept)
 its slopes were 0.0070 (vanilla), 0.0043 (MFU), 0.0050 (SSU): the others were saved only at regular saves. 5 seconds per
 run on a core.
 """

@@ -22,7 +22,7 @@ callback at a save (its thread picks rows during the four steps before). `*_save
 full restore verifies and reads everything, a restore of one shard reads its files of the base and of the deltas over
 it. Orbax compresses, which saves a fifth of the bytes here (all slots are equal); jaxrec does not. Targets: one shard
 in at most 1/5 of a full restore, rows in at most 1/4 of the time of a full Orbax save, and the stall at most 3 %
-of the fastest blocking save; docs/measured.md says which were met.
+of the fastest blocking save; docs/results.md says which were met.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ the load time of partial recovery by n, as one shard of n is loaded.
 `modelled` is by eqs. (1) and (2). Intervals are at most the 56 h of a job; a spare node replaces a failed one, so
 repairs do not count.
 
-docs/measured.md has the figures of real traces. Gamma laws fitted to their gaps by an earlier version had shapes of
+docs/results.md has the figures of real traces. Gamma laws fitted to their gaps by an earlier version had shapes of
 0.49 (InfiniteHBD), 0.75, 0.86 and 0.53 (LANL systems 18, 19, 20) and missed the survival curve by 1.1, 1.7, 1.2, 4.4 %
 (root mean square), exponential laws by 10.0, 5.3, 2.7, 13.8 %.
 """

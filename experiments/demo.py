@@ -9,7 +9,7 @@ each device, synchronised in the background (ShadowSync, model averaging), and s
 MFU). After a third of the run it loses one of eight shards, after two thirds two more, and only these are restored.
 
 Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. The arms run one after the other,
-so their rates also differ with the load of the machine; docs/measured.md has rounds in turns.
+so their rates also differ with the load of the machine; docs/results.md has rounds in turns.
 """
 
 import dataclasses

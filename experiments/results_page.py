@@ -4,9 +4,15 @@
     python experiments/results_page.py --add runs/oac_link-1 --to two_cores_cpu/oac_link     first stores a run there
     python experiments/results_page.py --add runs/gpu/oac.json --to one_h200/oac    a part of on_accelerator.py
 
-claims.json has, for each claim of the papers' abstracts, how far it is met, a sentence, the keys of its figures and its
-picture. Figures are read from experiments/results/MACHINE/NAME.json, with a row for each machine that has the file, and
-pictures are drawn from it. Commands are taken from docs/measured.md, which tests check against the files.
+claims.json has, for each claim of the papers' abstracts, how far it is met, a text and its runs, and for each file of
+experiments/results, as MACHINE/NAME, the command of the run, a text and the tables of its figures. Where the page has
+figures, it has keys of a file:
+
+- `{key:2}` in a text is the figure with two decimals (-3: in thousands; 1%: a share, in percent), `{key:2~}` the same
+  with its interval if the file has one, and `{NAME/key:2}` that of another file, as in the text of a claim.
+- A cell of a table is such a text, or `key:2` alone, which is `{key:2~}`. It is that of its row, with the text of the
+  column in place of each *; if the row has no *, it is that of the column, with the text of the row in place of *. A
+  list gives a row each cell.
 """
 
 import base64
@@ -34,14 +40,8 @@ ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
 PATHS = ("path", "traces")  # flags that name a place on one machine
 MET = ("not reproduced", "no", "not shown", "partly", "yes")  # unfavourable first
-HEAD = (
-    "Every claim of the three abstracts, as far as two CPU cores and half an hour on one GPU can tell. "
-    "Only the abstracts could be read. "
-    "The last column of a table leads to the run: its command, machine, date and file."
-)
-_RUN = re.compile(
-    r"^`(python experiments/[^`]*)`[^\n]*\n\[\w+\.json\]\(\.\./experiments/results/(\w+/\w+)\.json\)", re.M
-)
+_VERSIONS = {"commit": "commit", "jax": "jax", "Python": "python"}
+_FIGURE = re.compile(r"\{(?:(\w+)/)?([^{}:/]+):(-?\d+)(%?)(~?)\}")
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#111}
 .wide{overflow-x:auto;margin-bottom:1rem}table{border-collapse:collapse;font-size:.9rem}
 th,td{border:1px solid #999;padding:.3rem .5rem;
@@ -63,13 +63,13 @@ BESIDE = {"oac_wide": "oac"}  # another file of the machine, whose results the p
 
 
 class Run(NamedTuple):
-    """A results file: the folder of its machine, its name, content and command, the file with its seeds' rows, and
-    the results of the file in BESIDE."""
+    """A results file: the folder of its machine, its name and content, its entry of claims.json, the file with its
+    seeds' rows, and the results of the file in BESIDE."""
 
     machine: str
     name: str
     found: Mapping[str, Any]
-    command: str
+    about: Mapping[str, Any]
     seeds: str = ""
     beside: Mapping[str, Any] = {}
 
@@ -87,34 +87,16 @@ class Run(NamedTuple):
         return f"{self.name}, {self.machine}"
 
     @property
-    def anchor(self) -> str:
-        return self.heading.replace(", ", "-")
+    def link(self) -> str:
+        return f"[{self.name}](#{anchor(self.heading)})"
 
     @property
     def where(self) -> str:
         environment = self.found["environment"]
         cores = f"{environment['cores']} core{'s' * (environment['cores'] != 1)}"
-        parts = (cores, environment.get("cpu"), environment["device"], environment["date"])
+        versions = [f"{name} {environment[key]}" for name, key in _VERSIONS.items() if key in environment]
+        parts = (environment["date"], cores, environment.get("cpu"), environment["device"], *versions)
         return ", ".join(filter(None, parts))
-
-
-class Row(NamedTuple):
-    """A row of a table: a figure with its interval and origin."""
-
-    what: str
-    value: str
-    interval: str
-    run: Run
-
-
-def commands(measured: str) -> dict[str, str]:
-    """Parse docs/measured.md into {machine/name of a results file: command that produced it}.
-
-    >>> commands("`python experiments/a.py --x 1` (in `make soak`) on 2026-01-01:\\n"
-    ...          "[b.json](../experiments/results/m/b.json)")
-    {'m/b': 'python experiments/a.py --x 1'}
-    """
-    return {file: command for command, file in _RUN.findall(measured)}
 
 
 def add(directory: Path, to: str, root: Path) -> Path:
@@ -182,60 +164,98 @@ def of_part(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def runs(root: Path) -> dict[str, list[Run]]:
-    """All results files of a checkout: {name: a run for each machine}."""
-    ran = commands((root / "docs" / "measured.md").read_text())
+    """All results files of a checkout, in the order of claims.json: {name: a run for each machine}."""
+    results = root / "experiments" / "results"
+    about = json.loads((root / "experiments" / "claims.json").read_text())["runs"]
+    files = {f"{path.parent.name}/{path.stem}" for path in results.glob("*/*.json")}
+    if lost := sorted(files ^ about.keys()):
+        raise ValueError(
+            f"experiments/claims.json and experiments/results differ in {', '.join(lost)}: each file needs an entry of "
+            "`runs`, with command, says and tables."
+        )
     found: dict[str, list[Run]] = {}
-    for path in sorted((root / "experiments" / "results").glob("*/*.json")):
-        machine, name = path.parent.name, path.stem
-        if f"{machine}/{name}" not in ran:
-            raise ValueError(
-                f"docs/measured.md has no section for {machine}/{name}.json: write one, which begins with "
-                "`python experiments/...` on its date and a link to the file."
-            )
+    for file in about:
+        path = results / f"{file}.json"
         rows = path.with_suffix(".jsonl")
         seeds = f"../{rows.relative_to(root)}" if rows.exists() else ""
-        other = path.with_name(f"{BESIDE.get(name)}.json")
+        other = path.with_name(f"{BESIDE.get(path.stem)}.json")
         beside = json.loads(other.read_text())["results"] if other.exists() else {}
-        run = Run(machine, name, json.loads(path.read_text()), ran[f"{machine}/{name}"], seeds, beside)
-        found.setdefault(name, []).append(run)
+        run = Run(path.parent.name, path.stem, json.loads(path.read_text()), about[file], seeds, beside)
+        found.setdefault(path.stem, []).append(run)
     return found
 
 
-def row(figure: Mapping[str, Any], run: Run) -> Row:
-    """Format a figure from its results file.
+def end_of(results: Mapping[str, Any], key: str, end: str) -> Any:
+    """The end of an interval of a figure, whose key has the name of the end somewhere in that of the figure.
 
-    Args:
-      figure: entry of claims.json: what, file, key, decimals; either low and high or half, the keys of its interval.
-      run: the file.
+    >>> end_of({"rate_low_width_16": 1.0, "rate_width_16": 2.0}, "rate_width_16", "low")
+    1.0
+    """
+    words = key.split("_")
+    keys = ("_".join([*words[:i], end, *words[i:]]) for i in range(1, len(words) + 1))
+    return next((results[each] for each in keys if results.get(each) is not None), None)
+
+
+def figure(results: Mapping[str, Any], key: str, decimals: int, share: bool = False, interval: bool = False) -> str:
+    """Format a figure of a results file, with its interval if asked to and if there is one.
+
+    >>> results = {"rate_a": 1.5, "rate_low_a": 1.0, "rate_high_a": 1234.5, "auc": 0.75, "auc_half_interval": 0.25}
+    >>> figure(results, "rate_a", 2, interval=True), figure(results, "auc", 1, share=True, interval=True)
+    ('1.50 (1.00 to 1,234.50)', '75.0 ± 25.0 %')
+    """
+    times = 100 if share else 1
+    number = lambda value: f"{round(value * times, decimals) + 0.0:,.{max(decimals, 0)}f}" if value else "0"
+    text, unit = number(results[key]), " %" if share else ""
+    low, high = end_of(results, key, "low"), end_of(results, key, "high")
+    half = end_of(results, key, "half_interval")
+    half = end_of(results, key, "half_width") if half is None else half
+    if not interval or (low is None and half is None):
+        return text + unit
+    return f"{text}{unit} ({number(low)} to {number(high)}{unit})" if half is None else f"{text} ± {number(half)}{unit}"
+
+
+def filled(text: str, results: Mapping[str, Any], found: Mapping[str, list[Run]]) -> str:
+    """Put figures in place of {key:decimals}.
 
     Raises:
-      ValueError: the file lacks a key.
+      ValueError: a file lacks a key, or is that of several machines, or what is between braces has another form.
     """
-    results = run.found["results"]
-    times = figure.get("runs", [])
-    keys = [figure[name] for name in ("key", "low", "high", "half") if name in figure] + times[:1]
-    if lost := [key for key in keys if key not in results]:
-        raise ValueError(f"{run.file} lacks {lost}: give keys of its results in experiments/claims.json.")
-    value, unit = results[figure["key"]], figure.get("unit", "")
-    number = lambda given: f"{given + 0.0:,.{figure['decimals']}f}"
-    interval = ""
-    if "half" in figure:
-        half = results[figure["half"]]
-        interval = f"{number(value - half)} to {number(value + half)} (95 %)"
-    elif "low" in figure:
-        interval = f"{number(results[figure['low']])} to {number(results[figure['high']])}"
-        interval += f" ({figure.get('ends', '95 %')})"
-    if times:
-        interval = ", ".join(filter(None, [interval, f"{results[times[0]]} {times[1]}"]))
-    return Row(figure["what"], number(value) + unit, interval, run)
+
+    def shown(match: re.Match) -> str:
+        name, key, decimals, share, interval = match.groups()
+        if name and len(found.get(name, ())) != 1:
+            raise ValueError(f"{match[0]}: no one file is called {name}; give the figures of one in its own text.")
+        of = found[name][0].found["results"] if name else results
+        if not isinstance(of.get(key), int | float):
+            raise ValueError(f"{match[0]}: the file lacks {key!r}: give a key of its results in claims.json.")
+        return figure(of, key, int(decimals), bool(share), bool(interval))
+
+    if "{" in _FIGURE.sub("", text):
+        raise ValueError(
+            f"{text!r}: a figure is {{key:decimals}} or {{key:decimals%}}, either with ~ before the brace."
+        )
+    return _FIGURE.sub(shown, text)
 
 
-def tables(claim: Mapping[str, Any], found: Mapping[str, list[Run]]) -> dict[str, list[Row]]:
-    """{kind: rows} of a claim; figures of different kinds share no column."""
-    rows: dict[str, list[Row]] = {kind: [] for kind in KINDS}
-    for figure in claim["figures"]:
-        rows[figure["how"]] += [row(figure, run) for run in found[figure["file"]]]
-    return {kind: of_kind for kind, of_kind in rows.items() if of_kind}
+def cells(table: Mapping[str, Any], results: Mapping[str, Any]) -> list[list[str]]:
+    """The rows of a table, the heading first."""
+    kind = table["head"].partition(":")[0]
+    if kind not in KINDS:
+        raise ValueError(f"a table's head begins with its kind, {', '.join(KINDS)}, not {table['head']!r}.")
+    rows = [[table["head"], *table["columns"]]]
+    for label, row in table["rows"].items():
+        texts = []
+        each = row if isinstance(row, list) else [row] * len(table["columns"])
+        for given, column in zip(each, table["columns"].values(), strict=True):
+            text = column.replace("*", given) if isinstance(row, str) and "*" not in row else given.replace("*", column)
+            if text and "{" not in text:
+                text = f"{{{text}~}}"
+            for named in ([other for other in KINDS if other in key] for _, key, *_ in _FIGURE.findall(text)):
+                if named and kind not in named:
+                    raise ValueError(f"{text} is {', '.join(named)}, in a table of kind {kind!r}.")
+            texts.append(filled(text, results, {}))
+        rows.append([label, *texts])
+    return rows
 
 
 def by_met(claims: list) -> list:
@@ -243,68 +263,94 @@ def by_met(claims: list) -> list:
     return sorted(claims, key=lambda claim: MET.index(claim["met"]))
 
 
-def shown(papers: list, found: Mapping[str, list[Run]]) -> list[Run]:
-    """The runs that figures of the page come from."""
-    names = {figure["file"] for paper in papers for claim in paper["claims"] for figure in claim["figures"]}
-    return [run for name in sorted(names) for run in found[name]]
-
-
-def markdown(papers: list, found: Mapping[str, list[Run]]) -> str:
-    """The page in Markdown, for readers of the repository."""
-    lines = ["# Results", "", HEAD, "Made by `python experiments/results_page.py`: change that, or the files.", ""]
-    for paper in papers:
-        lines += [f"## {paper['name']}", "", f"{paper['source']}.", ""]
-        for claim in by_met(paper["claims"]):
-            lines += [f"### {claim['claim']}: {claim['met']}", "", claim["says"], ""]
-            for kind, rows in tables(claim, found).items():
-                lines += [f"| figure | {kind} | interval, seeds | run |", "|---" * 4 + "|"]
-                lines += [f"| {' | '.join([*one[:3], f'[{one.run.name}](#{one.run.anchor})'])} |" for one in rows]
-                lines.append("")
-            for run, words in pictures(claim, found):
-                lines += [f"![{words}]({Path(run.file).with_suffix('.png')})", ""]
-    lines += ["## Runs", ""]
-    for run in shown(papers, found):
-        lines += [f"### {run.heading}", "", f"`{run.command}`", "", f"{run.where}: [{run.name}.json]({run.file})"]
-        lines += ["", f"Each seed: [{run.name}.jsonl]({run.seeds})"] * bool(run.seeds) + [""]
+def section(run: Run, found: Mapping[str, list[Run]]) -> str:
+    """The section of a run, in Markdown."""
+    results = run.found["results"]
+    seeds = f", [each seed]({run.seeds})" if run.seeds else ""
+    says = filled(run.about["says"], results, found)
+    origin = f"`{run.about['command']}`, {run.where}: [{run.name}.json]({run.file}){seeds}."
+    lines = [f"### {run.heading}", f"{origin} {says}", ""]
+    for table in run.about["tables"]:
+        head, *rows = cells(table, results)
+        lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
     return "\n".join(lines)
 
 
-def page(papers: list, found: Mapping[str, list[Run]], root: Path) -> str:
-    """The page as one HTML file with embedded images."""
-    body = [f"<h1>Results of jaxrec</h1><p>{HEAD}</p>"]
-    for paper in papers:
-        body.append(f"<h2>{_said(paper['name'])}</h2><p>{_said(paper['source'])}</p>")
+def markdown(claims: Mapping[str, Any], found: Mapping[str, list[Run]]) -> str:
+    """The page in Markdown, for readers of the repository."""
+    lines = ["# Results", ""]
+    for text in claims["says"]:
+        lines += [text, ""]
+    for paper in claims["papers"]:
+        lines += [f"## {paper['name']}", f"{paper['source']}.", ""]
         for claim in by_met(paper["claims"]):
-            body.append(f"<h3>{_said(claim['claim'])}: {claim['met']}</h3><p>{_said(claim['says'])}</p>")
-            for kind, rows in tables(claim, found).items():
-                head = "".join(f"<th>{cell}</th>" for cell in ("figure", kind, "interval, seeds", "run"))
-                body.append(f'<div class="wide"><table><tr>{head}</tr>')
-                for one in rows:
-                    cells = [*map(_said, one[:3]), f'<a href="#{one.run.anchor}">{one.run.name}</a>']
-                    body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-                body.append("</table></div>")
+            links = ", ".join(run.link for name in claim["runs"] for run in found[name])
+            says = filled(claim["says"], {}, found) + f" Runs: {links}." * bool(links)
+            lines += [f"### {claim['claim']}: {claim['met']}", says, ""]
             for run, words in pictures(claim, found):
-                data = base64.b64encode((root / "docs" / run.file).with_suffix(".png").read_bytes()).decode()
-                body.append(f'<p><img alt="{_said(words)}" src="data:image/png;base64,{data}"></p>')
-    body.append("<h2>Runs</h2>")
-    for run in shown(papers, found):
-        body.append(f'<h3 id="{run.anchor}">{run.heading}</h3><p><code>{_said(run.command)}</code></p>')
-        body.append(f'<p>{_said(run.where)}: <a href="{run.file}">{run.name}.json</a></p>')
-        if run.seeds:
-            body.append(f'<p>Each seed: <a href="{run.seeds}">{run.name}.jsonl</a></p>')
+                lines += [f"![{words}]({Path(run.file).with_suffix('.png')})", ""]
+    every = [run for of_name in found.values() for run in of_name]
+    for machine, about in claims["machines"].items():
+        lines += [f"## {about['title']}", about["says"], ""]
+        lines += [section(run, found) for run in every if run.machine == machine]
+    return "\n".join(lines)
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub gives a heading.
+
+    >>> anchor("oac_link, two_cores_cpu"), anchor("The rate of asynchronous training: partly")
+    ('oac_link-two_cores_cpu', 'the-rate-of-asynchronous-training-partly')
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def page(text: str, directory: Path) -> str:
+    """The page as one HTML file with embedded images, from its Markdown.
+
+    Args:
+      text: of headings, paragraphs, lists, tables and pictures, with emphasis, code and links.
+      directory: to which the paths of pictures are relative.
+    """
+    body = []
+    for block in text.strip().split("\n\n"):
+        if block.startswith("#"):  # text may follow in the next line
+            first, _, block = block.partition("\n")
+            level, heading = first.split(" ", 1)
+            body.append(f'<h{len(level)} id="{anchor(heading)}">{_said(heading)}</h{len(level)}>')
+        if block.startswith("!"):
+            words, path = re.fullmatch(r"!\[(.*)\]\((.*)\)", block).groups()  # type: ignore[union-attr]
+            data = base64.b64encode((directory / path).read_bytes()).decode()
+            body.append(f'<p><img alt="{html.escape(words)}" src="data:image/png;base64,{data}"></p>')
+        elif block.startswith("|"):
+            head, _, *rows = ([*map(_said, line[2:-2].split(" | "))] for line in block.splitlines())
+            lines = [f"<th>{'<th>'.join(head)}", *(f"<td>{'<td>'.join(row)}" for row in rows)]
+            body.append(f'<div class="wide"><table><tr>{"<tr>".join(lines)}</table></div>')
+        elif block.startswith("- "):
+            body.append("<ul>" + "".join(f"<li>{_said(line[2:])}" for line in block.splitlines()) + "</ul>")
+        elif block:
+            body.append(f"<p>{_said(block)}</p>")
     top = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Results of jaxrec</title>'
     top += f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
     return top + "\n".join(body) + "</html>\n"
 
 
 def _said(text: str) -> str:
-    return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
+    """Markdown within a line, as HTML: code has no links in it, and no stars.
+
+    >>> _said("**See `a[b](c)`, [d](e.md)**: a & b")
+    '<strong>See <code>a[b](c)</code>, <a href="e.md">d</a></strong>: a &amp; b'
+    """
+    parts = html.escape(text).split("`")
+    parts[::2] = [re.sub(r"\[([^\]]*)\]\(([^)]*)\)", r'<a href="\2">\1</a>', part) for part in parts[::2]]
+    parts[1::2] = [f"<code>{part}</code>" for part in parts[1::2]]
+    return re.sub(r"\*\*(.*?)\*\*", r"<strong>\1</strong>", "".join(parts))
 
 
 def pages(root: Path) -> dict[str, str]:
     """{name: text} of both pages, from the files of a checkout."""
-    papers, found = json.loads((root / "experiments" / "claims.json").read_text()), runs(root)
-    return {"results.md": markdown(papers, found), "results.html": page(papers, found, root)}
+    text = markdown(json.loads((root / "experiments" / "claims.json").read_text()), runs(root))
+    return {"results.md": text, "results.html": page(text, root / "docs")}
 
 
 # Pictures: each says in its metadata which results it shows.
@@ -347,7 +393,7 @@ class Config:
     add: Path | None = None
     """Directory of the run, or the file of a part of on_accelerator.py."""
     to: str = ""
-    """MACHINE/NAME to store it as; docs/measured.md needs a section for it."""
+    """MACHINE/NAME to store it as; experiments/claims.json needs an entry for it."""
 
 
 def main(config: Config, root: Path = ROOT) -> dict[str, str]:

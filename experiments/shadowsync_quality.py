@@ -28,7 +28,7 @@ their own over rows at two servers, synchronised in the background as fast as it
 such arm of each seed there is an emulated one, emulated_ARM, whose rounds take as many steps as the measured average
 sync gap; `auc_over_twin_ARM` is the difference. Only orders and gaps differ: the same data, and the same initial
 values. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
-docs/measured.md says which parts did.
+docs/results.md says which parts did.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_s
 products alone in JAX, in the same rounds, over that of the step. `step_over_parts` is the time of a step over that of
 read, update and put, each waited for; `planned_step_over_parts` the same of a step whose batch was planned before, so
 that no thread plans beside it. `allocated_mb_per_step` is what XLA plans to allocate in a step. Expected: 7 minutes
-with `--against torch`, two cores; figures in docs/measured.md.
+with `--against torch`, two cores; figures in docs/results.md.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """The page of results equals its files: each claim has a row, and a figure that differs is noticed."""
 
+import html
 import html.parser
 import json
 import re
@@ -7,17 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from results_page import KINDS, MET, PICTURES, Config, Run, add, by_met, digest, drawn_from, main, pages, row, runs
+from results_page import MET, PICTURES, Config, add, by_met, cells, digest, drawn_from, filled, main, pages, runs
 
 ROOT = Path(__file__).parent.parent
-PAPERS = json.loads((ROOT / "experiments" / "claims.json").read_text())
-FIGURE = {"what": "rate", "file": "a", "key": "rate", "decimals": 2, "how": "measured"}
+CLAIMS = json.loads((ROOT / "experiments" / "claims.json").read_text())
+PAPERS = CLAIMS["papers"]
 FOUND = {"cores": 2, "device": "cpu", "date": "2026-01-01"}
 RESULTS = ROOT / "experiments" / "results"
-
-
-def run_of(results):
-    return Run("m", "a", {"results": results, "environment": FOUND}, "python x.py")
 
 
 @pytest.fixture
@@ -42,17 +39,17 @@ def test_a_figure_that_differs_makes_a_page_stale(checkout):
     assert all(pages(checkout)[name] != pages(ROOT)[name] for name in pages(ROOT))
 
 
-def test_a_second_machine_has_rows_of_its_own(checkout):
-    results, measured = checkout / "experiments" / "results", checkout / "docs" / "measured.md"
-    (path,) = results.glob("*/oac_link.json")
-    (results / "h100").mkdir()
-    shutil.copy(path, results / "h100")
-    section = (
-        "`python experiments/oac_link.py` on 2026-01-01:\n[oac_link.json](../experiments/results/h100/oac_link.json)"
-    )
-    measured.write_text(f"{measured.read_text()}\n{section}\n")
-    rows = lambda root: re.findall(r"^\|.*\[oac_link\]\(#(\S+)\) \|$", pages(root)["results.md"], re.M)
-    assert rows(ROOT) == [f"oac_link-{path.parent.name}"] and rows(checkout) == ["oac_link-h100", *rows(ROOT)]
+def test_a_second_machine_has_a_section_and_links_of_its_own(checkout):
+    (path,) = (checkout / "experiments" / "results").glob("*/oac_link_prediction_fb15k_237.json")
+    (checkout / "experiments" / "results" / "h100").mkdir()
+    shutil.copy(path, checkout / "experiments" / "results" / "h100")
+    claims = json.loads(json.dumps(CLAIMS))
+    claims["runs"][f"h100/{path.stem}"] = claims["runs"][f"{path.parent.name}/{path.stem}"]
+    claims["machines"]["h100"] = {"title": "Runs on another", "says": "Idle."}
+    (checkout / "experiments" / "claims.json").write_text(json.dumps(claims))
+    text = pages(checkout)["results.md"]
+    here, there = f"{path.stem}-{path.parent.name}", f"{path.stem}-h100"
+    assert f"[{path.stem}](#{here}), [{path.stem}](#{there})" in text and f"### {path.stem}, h100\n" in text
 
 
 @pytest.fixture
@@ -91,10 +88,7 @@ def test_a_part_of_the_accelerator_kit_is_stored_and_a_smoke_test_is_refused(tmp
     (tmp_path / "oac.json").write_text(json.dumps(part))
     found = json.loads(add(tmp_path / "oac.json", "gpu/oac", tmp_path).read_text())
     assert found["config"] == {"parts": ["oac"]} and found["environment"] == FOUND and found["left_out"] == ["batch 4"]
-    assert row(
-        FIGURE | {"key": "step_ms_batch_64", "low": "step_ms_low_batch_64", "high": "step_ms_high_batch_64"},
-        Run("gpu", "oac", found, "python x.py"),
-    )[1:3] == ("2.00", "1.00 to 3.00 (95 %)")
+    assert filled("{step_ms_batch_64:2~}", found["results"], {}) == "2.00 (1.00 to 3.00)"
     assert found["results"]["bitwise_equal_batch_64"] is True
     (tmp_path / "oac.json").write_text(json.dumps(part | {"kind": "smoke, not a measurement"}))
     with pytest.raises(ValueError, match="holds no measurement"):
@@ -107,7 +101,7 @@ def test_what_cannot_be_stored_is_refused_and_a_run_without_a_section_is_named(c
             add(finished, to, checkout)
     with pytest.raises(ValueError, match="come together"):
         main(Config(add=finished), checkout)
-    with pytest.raises(ValueError, match=r"docs/measured\.md has no section for m/a\.json"):
+    with pytest.raises(ValueError, match=r"and experiments/results differ in m/a: each file needs an entry"):
         main(Config(add=finished, to="m/a"), checkout)
     (finished / "results.json").unlink()
     with pytest.raises(ValueError, match=r"no finished run: it lacks results\.json"):
@@ -129,7 +123,7 @@ def test_the_rows_of_seeds_have_the_mean_of_the_page():
         assert sum(auc.values()) / len(auc) == pytest.approx(
             results[f"{'' if scheme == 'no_failure' else 'cpr_'}{scheme}_test_auc_mean"], abs=1e-12
         )
-    assert f"[{run.name}.jsonl]({run.seeds})" in pages(ROOT)["results.md"]
+    assert f"[each seed]({run.seeds})" in pages(ROOT)["results.md"]
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -152,24 +146,53 @@ def test_every_picture_is_shown():
 
 
 @pytest.mark.parametrize(
-    "more, results, value, interval",
+    "text, results, shown",
     [
-        ({}, {}, "1.50", ""),
-        ({"half": "h"}, {"h": 0.25}, "1.50", "1.25 to 1.75 (95 %)"),
-        ({"low": "l", "high": "u"}, {"l": 1, "u": 1234.5}, "1.50", "1.00 to 1,234.50 (95 %)"),
-        ({"low": "l", "high": "u", "ends": "range"}, {"l": 1, "u": 2}, "1.50", "1.00 to 2.00 (range)"),
-        ({"runs": ["n", "seeds"], "unit": " %"}, {"n": 8}, "1.50 %", "8 seeds"),
-        ({"runs": ["n", "seeds"], "half": "h"}, {"n": 8, "h": 0.5}, "1.50", "1.00 to 2.00 (95 %), 8 seeds"),
+        ("{a:2} s", {}, "1.50 s"),
+        ("{a:2~}", {}, "1.50"),
+        ("{a:2~}", {"a_half_interval": 0.25}, "1.50 ± 0.25"),
+        ("{a:2~}", {"a_half_width": 0.0}, "1.50 ± 0"),
+        ("{a:2~}", {"a_low": 1, "a_high": 1234.5}, "1.50 (1.00 to 1,234.50)"),
+        ("{a:2}", {"a_low": 1, "a_high": 2}, "1.50"),
+        ("{a:1%}", {}, "150.0 %"),
+        ("{a:-2}", {"a": 1251}, "1,300"),
+        ("{a:1}", {"a": 0}, "0"),
+        ("{a:1}", {"a": -0.01}, "0.0"),
     ],
 )
-def test_a_row_says_a_figure_and_its_interval(more, results, value, interval):
-    made = row(FIGURE | more, run_of({"rate": 1.5, **results}))
-    assert made[1:3] == (value, interval) and made.run.where == "2 cores, cpu, 2026-01-01"
+def test_a_text_has_a_figure_and_its_interval(text, results, shown):
+    assert filled(text, {"a": 1.5} | results, {}) == shown
 
 
-def test_a_key_that_a_file_lacks_is_refused():
-    with pytest.raises(ValueError, match=r"a\.json lacks \['h'\].*claims\.json"):
-        row(FIGURE | {"half": "h"}, run_of({"rate": 1.5}))
+def test_a_cell_is_that_of_its_row_and_its_column():
+    results = {"a_x": 1, "a_y": 2, "x_b": 3, "y_b": 4}
+    columns = {"X": "x", "Y": "y"}
+    rows = {"A": "a_*:0", "B": ["*_b:0", ""], "C": "{*_b:0} of {a_*:0}"}
+    table = cells({"head": "measured: n", "columns": columns, "rows": rows}, results)
+    assert table == [["measured: n", "X", "Y"], ["A", "1", "2"], ["B", "3", ""], ["C", "3 of 1", "4 of 2"]]
+    turned = {"head": "measured", "columns": {"A": "a_*:0", "B": "*_b:0"}, "rows": columns}
+    assert cells(turned, results)[1:] == [["X", "1", "3"], ["Y", "2", "4"]]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{b:2}", r"the file lacks 'b'.*claims\.json"),
+        ("{word:2}", "the file lacks 'word'"),
+        ("{other/a:2}", "no one file is called other"),
+        ("{a}", "a figure is {key:decimals}"),
+    ],
+)
+def test_a_figure_that_a_file_lacks_or_of_another_form_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        filled(text, {"a": 1.5, "word": "x"}, {})
+
+
+def test_a_table_of_no_kind_or_with_a_figure_of_another_is_refused():
+    with pytest.raises(ValueError, match="begins with its kind, measured"):
+        cells({"head": "rates", "columns": {"": "a:1"}, "rows": {"": "*"}}, {"a": 1})
+    with pytest.raises(ValueError, match="is modelled, in a table of kind 'measured'"):
+        cells({"head": "measured", "columns": {"": "a_modelled:1"}, "rows": {"": "*"}}, {"a_modelled": 1})
 
 
 def test_every_paper_has_claims_that_are_not_reproduced_and_they_come_first():
@@ -178,21 +201,25 @@ def test_every_paper_has_claims_that_are_not_reproduced_and_they_come_first():
         order = [MET.index(claim["met"]) for claim in by_met(paper["claims"])]
         assert order == sorted(order) and order[0] == 0 and len(order) >= 5
         assert all(claim["says"] for claim in paper["claims"])
-        shown = {claim["met"] for claim in paper["claims"] if claim["figures"]}
-        assert "not reproduced" not in shown
-        assert all(claim["figures"] or claim["met"] in ("not reproduced", "not shown") for claim in paper["claims"])
+        assert all(bool(claim["runs"]) != (claim["met"] == "not reproduced") for claim in paper["claims"])
 
 
-def test_kinds_share_no_column_and_every_row_leads_to_its_run():
+def test_every_claim_leads_to_its_runs():
     text, found = pages(ROOT)["results.md"], runs(ROOT)
-    heads = [line.split("|")[2].strip() for line in text.splitlines() if line.startswith("| figure |")]
-    assert heads and set(heads) <= set(KINDS)
-    for figure in (one for paper in PAPERS for claim in paper["claims"] for one in claim["figures"]):
-        named = [kind for kind in KINDS if kind in figure["key"]]
-        assert named in ([], [figure["how"]]), figure  # a key that names a kind is shown as that kind
-        for run in found[figure["file"]]:
-            assert f"](#{run.anchor}) |" in text
-            assert f"### {run.heading}\n\n`{run.command}`\n\n{run.where}: [{run.name}.json]({run.file})\n" in text
+    for run in (run for of_name in found.values() for run in of_name):
+        assert f"### {run.heading}\n`{run.about['command']}`, {run.where}: [{run.name}.json]({run.file})" in text
+    for claim in (claim for paper in PAPERS for claim in paper["claims"]):
+        assert all(run.link in text for name in claim["runs"] for run in found[name])
+
+
+def test_the_page_of_html_has_the_cells_of_that_in_markdown():
+    made = pages(ROOT)
+    lines = [line for line in made["results.md"].splitlines() if line.startswith("|") and "| --- |" not in line]
+    rows = re.findall(r"<tr>(.*?)(?=<tr>|</table>)", made["results.html"])
+    plain = [[re.sub(r"<[^>]*>", "", cell) for cell in re.split("<t[hd]>", row)[1:]] for row in rows]
+    assert plain == [[html.escape(cell).replace("`", "") for cell in line[2:-2].split(" | ")] for line in lines]
+    text = re.sub(r"<code>.*?</code>", "", made["results.html"])
+    assert "**" not in text and "](" not in text
 
 
 def test_the_page_of_html_stands_alone():
@@ -206,7 +233,6 @@ def test_the_page_of_html_stands_alone():
     parser.handle_starttag = seen
     parser.feed(pages(ROOT)["results.html"])
     assert sum(link.startswith("data:image/png;base64,") for link in links) == len(list(RESULTS.glob("*/*.png")))
-    assert {link[1:] for link in links if link.startswith("#")} == set(anchors) and len(anchors) == len(set(anchors))
+    assert {link[1:] for link in links if link.startswith("#")} <= set(anchors) and len(anchors) == len(set(anchors))
     files = {link for link in links if not link.startswith(("data:", "#"))}
-    assert all(re.fullmatch(r"\.\./experiments/results/\w+/\w+\.jsonl?", link) for link in files)
     assert all((ROOT / "docs" / link).exists() for link in files)

@@ -350,7 +350,7 @@ def marking_lost_shards(scheduler: BatchScheduler) -> Iterator[None]:
 def fetch_whole(tree: Any) -> Any:
     """Copy all leaves of a tree to the host in parallel, and wait for them.
 
-    From a GPU through pinned memory: on an H200 OAC had 1.36 of the rate without at width 128 (docs/measured.md).
+    From a GPU through pinned memory: on an H200 OAC had 1.36 of the rate without at width 128 (docs/results.md).
     """
     return fetch_pinned(tree) if on_gpu(tree) else fetch_async(tree)
 
