@@ -700,7 +700,7 @@ def test_a_batch_whose_rows_could_not_be_read_is_the_first_of_the_next_run(engin
     with engine_of(Stumbling.at("read", 5)) as engine:
         with pytest.raises(OSError, match="the link"):
             list(engine.run(stream))
-        assert engine.step in (5, 6)  # a pipeline may read two batches at a time
+        assert 2 <= engine.step <= 6  # the sixth read of a pipeline may be of any batch that its window admits
         list(engine.run(stream))
     assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
 
