@@ -23,7 +23,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train demo test test-all two-stacks laws lint ruff types soak format docs setup cluster notebooks clean
+.PHONY: train demo test test-all two-stacks laws lint ruff types soak format docs setup cluster notebooks colabs clean
 
 train: setup
 	$(BIN)/python experiments/train.py $(ARGS)
@@ -103,6 +103,10 @@ $(VENV)/notebooks: $(VENV)/installed requirements-notebooks.txt
 	$(PIP) install -qq -r requirements-notebooks.txt
 	$(PIP) check
 	@touch $@
+
+# Runs the notebooks whose outputs are not of today's code, and stores the new ones; ARGS=colabs/1_oac.ipynb runs that.
+colabs: notebooks
+	$(BIN)/python tests/test_colabs.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,8 @@
 """The site of documentation: Markdown by MyST, notebooks by myst-nb, the API from docstrings.
 
-`make docs` builds it, and a warning is an error. JAXREC_NOTEBOOKS=force runs the notebooks on the way, so that their
-pictures are shown; without it they are shown as they are committed, without outputs.
+`make docs` builds it, and a warning is an error. Notebooks are shown with the outputs that are committed.
 """
 
-import os
 import re
 import shutil
 import tomllib
@@ -23,9 +21,7 @@ copyright = author = "the authors of jaxrec"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-nb_execution_mode = os.environ.get("JAXREC_NOTEBOOKS", "off")
-nb_execution_timeout = 300
-nb_execution_raise_on_error = True
+nb_execution_mode = "off"
 html_theme = "furo"
 exclude_patterns = ["requirements.txt", "_build"]
 autodoc_typehints = "none"

@@ -92,8 +92,7 @@ def model_averaging(alpha: float = 0.5, form: str = "delta") -> Rule:
 
     hivemind and Bagua use the delta form with alpha = 1. In the foreground no update is made during a round, so both
     forms are equal. In a shadow, `lerp` pulls towards a stale mean in every round: a classifier trained this way ended
-    below one without any synchronisation, and above it with `delta` (experiments/shadowsync_classifier.py, whose
-    results are not kept).
+    below one without any synchronisation, and above it with `delta` (experiments/shadowsync_classifier.py).
 
     Args:
       alpha: weight of the mean, in (0, 1].
