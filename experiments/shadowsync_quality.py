@@ -6,7 +6,7 @@
     python experiments/shadowsync_quality.py --where processes                    4 trainers, really free-running
 
 One pass over a fixed number of examples, shared by n trainers: ShadowSync's one-pass setting (Zheng et al., arXiv
-2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which runs n x m Hogwild workers in a seeded
+2003.03477). Regime: free-running, EMULATED by studies/emulation.py, which runs n x m Hogwild workers in a seeded
 order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
 fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
 back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
@@ -49,6 +49,7 @@ from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot
 from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
 from main.pools import SharedStream
 from main.report import figures, number, scaled
+from studies.emulation import ALL_REDUCE, Emulation, Script
 from studies.pool_kills import trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
@@ -60,7 +61,7 @@ from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import DeviceTables, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory
 from jaxrec.prefetch import planned
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
