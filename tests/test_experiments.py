@@ -27,7 +27,7 @@ from smoke import logged, results, run, smoke
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
 from studies.reference import Job
-from studies.watching import differences
+from watching import differences
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.embedding import HostTables

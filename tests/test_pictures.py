@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from main.plots import FILLS, apart, bars, identical, plot, stacked_bars, ticks
 from main.report import Figure, figures, grid, listing
+from studies import recovery_overheads
 from studies.shadow_protocol import Point
 
 NAMES = st.from_regex(r"[a-z]{2,5}(_[a-z]{2,5}){0,2}", fullmatch=True)
@@ -205,9 +206,9 @@ def of_nodes():
 
 def of_kills():
     results = {}
-    for place, arm in enumerate(arm for arm in cluster_failures.ARMS if arm != "none"):
+    for place, arm in enumerate(arm for arm in recovery_overheads.ARMS if arm != "none"):
         results |= {f"{arm}_overhead_percent": 130.0 - 20 * place, f"{arm}_kills": 3, f"{arm}_lost_steps": 0}
-        for part in (*cluster_failures.PARTS, "saving"):
+        for part in (*recovery_overheads.PARTS, "saving"):
             results |= {f"{arm}_{part}_s_median": 0.5, f"{arm}_{part}_percent": 12.5 + place}
     return results | {"full_lost_steps": 191}
 
@@ -305,7 +306,7 @@ FINDINGS = {
         "the dotted lines there are 3 kills, after which it repeats 191 steps",
     ),
     "kills, all": (
-        lambda: cluster_failures.finding_overheads(of_kills() | {"ssu_kills": 3}),
+        lambda: recovery_overheads.finding_overheads(of_kills() | {"ssu_kills": 3}),
         "Measured overhead, kills in each arm: 3. ssu 70.0 %, mfu 90.0 %, vanilla 110 %, full 130 %",
     ),
     "throughput": (
@@ -379,7 +380,7 @@ def draw_scaling(run):
 
 
 def draw_cluster(run):
-    killers = {"none": killer()} | {arm: killer(9.0, 9.2, 30.0) for arm in cluster_failures.ARMS if arm != "none"}
+    killers = {"none": killer()} | {arm: killer(9.0, 9.2, 30.0) for arm in recovery_overheads.ARMS if arm != "none"}
     cluster_failures.draw(run, cluster_failures.Config(batch_size=2048), killers, of_kills())
 
 

@@ -1,9 +1,9 @@
 """Measure what server failures really cost: CPR compared with full recovery and with no failure, processes killed.
 
-    python experiments/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
-    python experiments/cluster_failures.py --preset smoke      small tables and one kill; two minutes
-    python experiments/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
-    python experiments/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
+    python tests/soak/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
+    python tests/soak/cluster_failures.py --preset smoke      small tables and one kill; two minutes
+    python tests/soak/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
+    python tests/soak/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
 
 DLRM on synthetic clicks, with rows at server processes on this machine, started by Ray (`jaxrec.cluster`), and four
 batches in flight (OAC). Arms: `none` has no recovery and no failure; `full` rolls back to the newest whole image;
@@ -35,19 +35,23 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars, unread
+from cluster_work import SCHEMES, ClusterJob, Killer
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, unread
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.pools import SharedStream
 from main.report import number
-from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
 from studies.pool_kills import KINDS, click_stream, pool_figures, trained_pool
+from studies.recovery_overheads import ARMS, PARTS, draw_overheads
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
@@ -58,7 +62,6 @@ from jaxrec.loop import evaluate
 from jaxrec.prefetch import planned
 from jaxrec.shadowsync import easgd
 
-PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
 SMOOTHED = 8  # steps per point of a picture
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "steps": 64, "batch_size": 256, "kills": 1},
@@ -249,13 +252,6 @@ def finding(results: Mapping[str, Any], arm: str) -> str:
     )
 
 
-def finding_overheads(results: Mapping[str, Any]) -> str:
-    """Return the caption of the picture of all arms."""
-    percent = {arm: results[f"{arm}_overhead_percent"] for arm in ARMS if arm != "none"}
-    each = ", ".join(f"{arm} {number(value, 3)} %" for arm, value in sorted(percent.items(), key=lambda one: one[1]))
-    return f"Measured overhead, kills in each arm: {results['full_kills']}. {each}"
-
-
 def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[str, Any]) -> None:
     """Draw the rate of new examples over time, each arm beside none, with kills marked; and the parts of overheads."""
     lines = {arm: rates(killer.times, config.batch_size or 0) for arm, killer in killers.items()}
@@ -265,17 +261,6 @@ def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[
         if arm != "none":
             plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
     draw_overheads(run.directory / "overheads.png", results)
-
-
-def draw_overheads(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw the parts of the overhead of each arm."""
-    parts = {
-        f"{arm}: {number(results[f'{arm}_overhead_percent'], 3)} % in all": {
-            part: results[f"{arm}_{part}_percent"] for part in (*PARTS, "saving")
-        }
-        for arm in ARMS if arm != "none"
-    }  # fmt: skip
-    stacked_bars(path, parts, "parts, % of the time of none", finding_overheads(results))
 
 
 def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:
