@@ -8,7 +8,6 @@ import types
 
 import cluster_failures
 import cpr_overhead
-import cpr_pls
 import cpr_real_cost
 import cpr_scalability
 import evaluate
@@ -287,7 +286,7 @@ FINDINGS = {
         "scar, ssu",
     ),
     "slopes": (
-        lambda: cpr_pls.finding(of_slopes(), ("vanilla", "mfu")),
+        lambda: cpr_overhead.finding_slopes(of_slopes(), ("vanilla", "mfu")),
         "AUC lost for a unit of PLS: vanilla 0.00620, mfu 0.00180. Minus vanilla's: mfu -0.0044 (-0.0061 to -0.0027)",
     ),
     "saves": (
@@ -356,7 +355,7 @@ def draw_slopes(run):
     for scheme, pls in itertools.product(("vanilla", "mfu"), (0.1, 0.5, 1.6)):
         lost = {"realized_pls": pls, "test_auc": 0.76 - 0.005 * pls, "test_normalized_entropy": 0.8 + 0.01 * pls}
         rows.append(base | {"scheme": scheme} | lost)
-    cpr_pls.draw(run, rows, of_slopes(), ("vanilla", "mfu"))
+    cpr_overhead.draw_slopes(run, rows, of_slopes(), ("vanilla", "mfu"))
 
 
 def draw_saves(run):
