@@ -6,9 +6,10 @@
 
 Claim: together they cost neither rate (`all_over_serial`, `all_over_sync`, above 1 where `all` is faster) nor accuracy
 (`auc_all_non_inferior`: the 95 % interval of the paired differences lies above -0.0005 AUC). Tables are in host memory,
-on two devices, without a link; sides of a rate alternate, one round of batches each. Arms of the accuracy: `SIDES` and
-`ARMS`. `failures` loses three shards in two failures; `foreground`, `easgd` and `sqrt`, with the dense learning rate
-times the root of two, show where a difference comes from. Results: results.json of the run.
+on two devices, without a link. The sides of a rate (`SIDES`) alternate, one round of batches each; the arms of the
+accuracy (`ARMS`) are runs of train.py. `failures` loses three shards in two failures; `foreground`, `easgd` and `sqrt`,
+with the dense learning rate times the root of two, show where a difference comes from.
+Result: results/two_cores_cpu/all_three*.json.
 """
 
 import contextlib

@@ -9,7 +9,8 @@ Claim as we recall the paper's scalability figure (arXiv 2011.02999): the overhe
 number of nodes, that of CPR hardly does. No overhead is measured: `modelled` is by the equations of
 jaxrec/cpr/schedule.py, `emulated` is replayed event by event, both with costs solved from the abstract (`SETTING_A`).
 The costs of a plan are measured on one machine, where servers and driver share the cores and no network lies between;
-all else is modelled, and nothing of that size was run (docs/cluster.md). Results: results.json of the run.
+all else is modelled, and nothing of that size was run (docs/cluster.md).
+Result: results/two_cores_cpu/cpr_scalability.json.
 """
 
 import dataclasses

@@ -5,30 +5,13 @@
     python tests/soak/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
     python tests/soak/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
 
-DLRM on synthetic clicks, with rows at server processes on this machine, started by Ray (`jaxrec.cluster`), and four
-batches in flight (OAC). Arms: `none` has no recovery and no failure; `full` rolls back to the newest whole image;
-`vanilla` saves whole images and restores only lost shards; `mfu` and `ssu` save first the rows that these schemes pick.
-All arms save at the same steps. Servers are killed by `os.kill(pid, 9)` when the same steps are committed, drawn from a
-seeded gamma law or taken from a trace (InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one
-machine**: network and disks of a cluster differ.
-
-`seconds_kill_to_next_step` is the median, over the kills of the partial arms, from the signal to the end of the next
-step. Its parts: noticing the death; starting the successor; restoring its shards; resuming, as batches in flight are
-gathered anew; with full recovery, repeating the lost steps. `saving` is the time for which saves blocked training or
-its writes. Time spent on comparing the rows of surviving servers before and after a recovery
-(`survivors_bit_identical`) is excluded. An overhead is the time of an arm divided by that of `none`, minus 1, from the
-first step to the last write; `cpr_overhead_percent` is that of mfu. `equal_to_serial`: rows, slots and dense state of
-each partial arm are bitwise those of `Serial` over tables in this process that loses the same shards at the same steps,
-and full recovery ends with the bits of `none`. `auc_lost` comes from one seed, so it is hardly significant.
-
-`*_modelled` follows from equations (1) to (6) of jaxrec/cpr/schedule.py, with these measured costs instead of assumed
-ones, and N_emb servers of which one fails at a time.
-
-`--kill` with more than servers kills processes of those kinds in turn in a pool of free-running trainers
-(`jaxrec.cluster.pool`) that S-EASGD synchronises in the background. Arms: `none`, without saves, and `killed`, with an
-image of the rows every ten seconds. A kill is due when the trainers have made so many steps together.
-`KIND_seconds_until_all_step`: from the signal until every trainer with work left has made another step, a successor its
-first one; the pool is looked at ten times a second. Regime: free-running, measured.
+DLRM with OAC over server processes of this machine, which are killed by `os.kill(pid, 9)` at the same steps in every
+arm but `none`; all arms save at the same steps. **All costs are measured, on one machine.** `equal_to_serial`: a
+partial arm has the bits of `Serial` that loses the same shards at the same steps; full recovery has those of `none`.
+`seconds_kill_to_next_step` is a median over the partial arms, an overhead the time of an arm over that of `none`, minus
+1; comparing the rows of survivors is excluded. `*_modelled`: equations (1) to (6) of jaxrec/cpr/schedule.py with these
+costs. With --kill, processes of those kinds die in turn; `KIND_seconds_until_all_step`: until every trainer with work
+left has made another step. Result: experiments/results/two_cores_cpu/cluster_failures*.json.
 """
 
 import dataclasses
