@@ -49,10 +49,10 @@ two-stacks:
 
 soak: cluster
 	$(BIN)/python experiments/oac_equivalence.py --soak-minutes 10 $(ARGS)
-	$(BIN)/python experiments/shadowsync_soak.py --minutes 10 $(ARGS)
-	$(BIN)/python experiments/train_soak.py --minutes 10 $(ARGS)
-	$(BIN)/python experiments/cluster_soak.py --kills 50 $(ARGS)
-	$(BIN)/python experiments/cluster_trainers_soak.py --minutes 10 $(ARGS)
+	$(BIN)/python tests/soak/shadowsync_soak.py --minutes 10 $(ARGS)
+	$(BIN)/python tests/soak/train_soak.py --minutes 10 $(ARGS)
+	$(BIN)/python tests/soak/cluster_soak.py --kills 50 $(ARGS)
+	$(BIN)/python tests/soak/cluster_trainers_soak.py --minutes 10 $(ARGS)
 
 lint: ruff types
 

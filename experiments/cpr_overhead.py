@@ -1,46 +1,42 @@
-"""What partial recovery does to accuracy after failures in a job of 56 hours; cpr_scalability.py has its overhead.
+"""What partial recovery does to accuracy after failures, alone and over the portion of lost samples (PLS).
 
     python experiments/cpr_overhead.py                                                 synthetic clicks, 1M examples
-    python experiments/cpr_overhead.py --preset paper --batch-size 2048 --seeds 16     5M examples
-    python experiments/cpr_overhead.py --data criteo --path train.prepared --seeds 10  made by prepare.py
     python experiments/cpr_overhead.py --data criteo --path p0 p1 p2 --seeds 10        each seed has one of 3 test sets
+    python experiments/cpr_overhead.py --over-pls --data criteo --path p0 p1           over PLS; 5 seconds for each run
 
-The paper's emulation as we recall it (arXiv 2011.02999): 8 embedding nodes, a target PLS of 0.1, r = 0.125, two
-failures of one node each at random hours of the job. All prioritised schemes write as many bytes as CPR-vanilla in the
-same time, so they share its overhead; cpr_real_cost.py measures what tracking costs.
-
-**The accuracy is measured**: real training whose steps stand for the job's 56 hours, with real saves and restores by
-jaxrec.cpr.Recovery over host tables of 8 shards. Arms: no_failure; vanilla, scar, mfu, ssu. Full recovery replays the
-lost steps to a state bitwise equal to no_failure (tests/test_recovery.py), so it has that accuracy and is not trained
-here. Arms of a seed share data, initial values and failures. `test_auc_loss` and `test_auc_minus_vanilla` are paired,
-with 95 % intervals; `non_inferior_SCHEME`: the interval of the loss lies below 0.0005 (true) or above (false); absent
-while there are too few seeds to decide.
-
-docs/results.md has the runs. With --watched 7, the paper's setting as recalled, the Criteo sample lost 32 +- 26
-(vanilla), 39 +- 15 (SCAR), 17 +- 21 (MFU) and 35 +- 20 (SSU), in units of 0.00001 AUC over 25 seeds; no file was kept.
-
-A job of 56 hours that saves once, at hour 44.8, is expected to lose 0.085 PLS (cpr_scalability.py), not the target of
-0.1. Rows of small tables are the most used; with --watched 7 they are saved only at regular saves. With 200,000 rows a
-row is used 650 times on average: there, rows beyond the most used eighth matter too, hardly any scheme ever saves them,
-and SCAR loses more than vanilla. An arm takes 3 seconds on Criteo and 45 to 60 on 5M examples, on one core.
+Claims as we recall the paper (arXiv 2011.02999): two failures in 56 hours cost CPR hardly any accuracy; the loss is
+about linear in PLS, and its slope smaller where the most used rows are saved first. Training, saves and restores by
+jaxrec.cpr.Recovery are real, with 8 nodes and r = 0.125; an arm takes 3 to 60 seconds on one core. Full recovery ends
+with the bits of `no_failure` (tests/test_recovery.py). `non_inferior_SCHEME`: the interval of the paired loss lies
+below 0.0005 AUC, or above. With --watched 7, the paper's setting as recalled, the Criteo sample lost 32 +- 26
+(vanilla), 39 +- 15 (SCAR), 17 +- 21 (MFU) and 35 +- 20 (SSU), in units of 0.00001 AUC over 25 seeds, and the slopes
+over PLS of 3 seeds were 0.0070 (vanilla), 0.0043 (MFU) and 0.0050 (SSU); no file was kept.
+Result: results/two_cores_cpu/cpr_overhead_*.json and cpr_pls_criteo.json.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from cpr_scalability import SETTINGS
-from main.cli import Run, bars, command_line, grid, paired_interval
-from main.report import figures, scaled
+from main.cli import Run, bars, command_line, grid, paired_interval, plot, refuse, unread
+from main.report import figures, number, said, scaled
 from studies.cpr_work import NODES, SCHEMES, CprJob, JobConfig, failures_in_steps, make_data
 from tqdm import tqdm
 
 from jaxrec.cpr import place_failures, schedule
 
 MARGIN = 0.0005  # of AUC
+SIZES = {"smoke": (60_000, 2), "default": (1_000_000, 3), "paper": (5_000_000, 10)}  # examples, seeds
+# With --over-pls: {preset: (examples, seeds, target PLS, failures per job, failed nodes per failure)}.
+SIZES_OVER_PLS: dict[str, tuple[int, int, tuple[float, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "smoke": (60_000, 1, (0.1,), (2, 8), (1, 4)),
+    "default": (200_000, 2, (0.05, 0.1), (2, 8), (1, 4)),
+    "paper": (1_000_000, 10, (0.02, 0.05, 0.1), (1, 2, 4, 8), (1, 2, 4)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +47,36 @@ class Config(JobConfig):
     failures: int = 2
     setting: Literal["a", "b"] = "a"
     """Of the schedule of saves; both settings have the same."""
+    over_pls: bool = False
+    """Vary the target PLS and the failures, and fit the accuracy lost over PLS."""
+    schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
+    """Schemes to fit."""
 
 
-SIZES = {"smoke": (60_000, 2), "default": (1_000_000, 3), "paper": (5_000_000, 10)}  # examples, seeds
+class Arm(NamedTuple):
+    """A training; its fields are in its row of metrics."""
+
+    scheme: str
+    seed: int
+    target_pls: float = 0.0
+    failures: int = 0
+    failed_nodes: int = 1
+
+
+def train(run: Run, config: Config, job: CprJob, arms: Sequence[Arm]) -> None:
+    """Train the arms that the run has not logged yet."""
+    costs = SETTINGS[config.setting]
+    done = {tuple(row.get(name) for name in Arm._fields) for row in run.metrics()}
+    for arm in tqdm(arms, unit="arm", disable=None):
+        if arm not in done:
+            seed = config.seed + arm.seed
+            placed = place_failures(arm.failures, costs.total_hours, NODES, seed, arm.failed_nodes)
+            scheme, every, steps = None, 0.0, job.steps(arm.seed)
+            if arm.scheme != "no_failure":
+                hours = min(schedule.partial_interval(costs, arm.target_pls), costs.total_hours)
+                scheme, every = arm.scheme, hours / costs.total_hours * steps
+            row = job.run(scheme, arm.seed, every, failures_in_steps(placed, steps))
+            run.log(row | arm._asdict())
 
 
 def accuracies(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
@@ -110,24 +133,117 @@ def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None
     bars(path, {label: {"": lost}}, finding_accuracy(results, failures), {label: {"margin": 1e5 * MARGIN}})
 
 
-def main(config: Config) -> dict:
-    """Train the missing arms and return the contents of results.json."""
-    examples, seeds = SIZES[config.preset]
-    run = Run("cpr_overhead", config, config.workdir, config.resume)
-    job = CprJob(config, make_data(config, config.examples or examples))
-    costs = SETTINGS[config.setting]
-    hours = min(schedule.partial_interval(costs, config.target_pls), costs.total_hours)
-    done = {(row["scheme"], row["seed"]) for row in run.metrics()}
-    arms = list(itertools.product(range(config.seeds or seeds), (None, *SCHEMES)))
-    for seed, scheme in tqdm(arms, unit="arm", disable=None):
-        if (scheme or "no_failure", seed) not in done:
-            placed = place_failures(config.failures, costs.total_hours, NODES, config.seed + seed)
-            steps = job.steps(seed)
-            run.log(job.run(scheme, seed, hours / costs.total_hours * steps, failures_in_steps(placed, steps)))
-    results = accuracies(run.metrics(), len(config.path or [0]))
-    draw_accuracy(run.directory / "accuracy.png", results, config.failures)
-    run.close(results, table(results))
+def fit_line(pls: np.ndarray, loss: np.ndarray) -> float:
+    """Least-squares slope of loss = slope * PLS."""
+    return float((pls * loss).sum() / (pls * pls).sum())
+
+
+def slopes_of(rows: list[dict], schemes, test_sets: int = 1) -> dict[str, Any]:
+    """Slopes and correlations over all runs whose seed has a failure-free run; test sets as in `paired_interval`."""
+    base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
+    results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(base)}
+    by_seed: dict[str, np.ndarray] = {}
+    for scheme in schemes:
+        mine = [row for row in rows if row["scheme"] == scheme and row["seed"] in base]
+        pls = np.array([row["realized_pls"] for row in mine])
+        seed = np.array([row["seed"] for row in mine])
+        results |= {f"{scheme}_runs": len(mine), f"{scheme}_realized_pls_max": float(pls.max())}
+        for name, sign in (("auc", 1), ("normalized_entropy", -1)):
+            key = f"test_{name}"
+            loss = np.array([sign * (base[row["seed"]][key] - row[key]) for row in mine])
+            short = {"auc": "", "normalized_entropy": "_ne"}[name]
+            results[f"{scheme}_slope{short}"] = fit_line(pls, loss)
+            results[f"{scheme}_correlation{short}"] = float(np.corrcoef(pls, loss)[0, 1])
+            by_seed[f"{scheme}{short}"] = np.array([fit_line(pls[seed == s], loss[seed == s]) for s in sorted(base)])
+    for scheme, short in itertools.product(schemes, ("", "_ne")):
+        if scheme != "vanilla" and "vanilla" in schemes:
+            less = by_seed[f"{scheme}{short}"] - by_seed[f"vanilla{short}"]
+            over, half = paired_interval(less, sorted(base), test_sets)
+            results[f"{scheme}_slope{short}_minus_vanilla"] = over
+            results[f"{scheme}_slope{short}_minus_vanilla_half_interval"] = half
+            results[f"{scheme}_slope{short}_over_vanilla"] = (
+                results[f"{scheme}_slope{short}"] / results[f"vanilla_slope{short}"]
+            )
     return results
+
+
+def finding_slopes(results: Mapping[str, Any], schemes: Sequence[str]) -> str:
+    """Title of the plot: slopes, and their differences from vanilla with intervals."""
+    found = figures(results)
+    slopes = ", ".join(f"{scheme} {number(results[f'{scheme}_slope'], 3)}" for scheme in schemes)
+    less = [f"{scheme} {said(found[f'{scheme}_slope_minus_vanilla'])}" for scheme in schemes
+            if f"{scheme}_slope_minus_vanilla" in found]  # fmt: skip
+    return f"AUC lost for a unit of PLS: {slopes}" + (f". Minus vanilla's: {', '.join(less)}" if less else "")
+
+
+def draw_slopes(run: Run, rows: list[dict], results: dict[str, Any], schemes) -> None:
+    """Plot loss over realised PLS, one point per run, with the fitted lines."""
+    base = {row["seed"]: row for row in rows if row["scheme"] == "no_failure"}
+    panels: dict[str, dict[str, tuple]] = {"test AUC lost": {}, "normalised entropy gained": {}}
+    for scheme in schemes:
+        mine = sorted((r for r in rows if r["scheme"] == scheme), key=lambda row: row["realized_pls"])
+        pls = np.array([row["realized_pls"] for row in mine])
+        for panel, name, sign, short in zip(panels, ("auc", "normalized_entropy"), (1, -1), ("", "_ne"), strict=True):
+            lost = [sign * (base[row["seed"]][f"test_{name}"] - row[f"test_{name}"]) for row in mine]
+            panels[panel][scheme] = pls, lost, results[f"{scheme}_slope{short}"] * pls
+    levels = {label: {"no failure": 0.0} for label in panels}
+    plot(run.directory / "loss_over_pls.png", panels, "realised PLS", finding_slopes(results, schemes), levels=levels)
+
+
+def table_of_slopes(results: dict[str, Any], schemes) -> str:
+    """Format the slopes of all schemes, in AUC and in normalised entropy."""
+    tables = [f"Seeds: {results['seeds']}"]
+    for corner, short in (("AUC lost", ""), ("NE gained", "_ne")):
+        columns = {"runs": "{}_runs", "largest PLS": "{}_realized_pls_max", "per unit of PLS": f"{{}}_slope{short}"}
+        columns |= {"minus vanilla": f"{{}}_slope{short}_minus_vanilla", "correlation": f"{{}}_correlation{short}"}
+        tables.append(grid(results, corner, schemes, columns))
+    return "\n\n".join(tables)
+
+
+def of_failures(config: Config) -> dict:
+    """Train every scheme with the same failures; return the contents of results.json."""
+    examples, seeds = SIZES[config.preset]
+    with Run("cpr_overhead", config, config.workdir, config.resume) as run:
+        job = CprJob(config, make_data(config, config.examples or examples))
+        arms = []
+        for seed in range(config.seeds or seeds):
+            arms += [Arm("no_failure", seed)]
+            arms += [Arm(scheme, seed, config.target_pls, config.failures) for scheme in SCHEMES]
+        train(run, config, job, arms)
+        results = accuracies(run.metrics(), len(config.path or [0]))
+        draw_accuracy(run.directory / "accuracy.png", results, config.failures)
+        run.close(results, table(results))
+        return results
+
+
+def over_pls(config: Config) -> dict:
+    """Train every scheme with more and fewer failures; return the contents of results.json."""
+    examples, seeds, targets, counts, widths = SIZES_OVER_PLS[config.preset]
+    with Run("cpr_pls", config, config.workdir, config.resume) as run:
+        job = CprJob(config, make_data(config, config.examples or examples))
+        arms = []
+        for seed in range(config.seeds or seeds):
+            arms += [Arm("no_failure", seed)]
+            arms += [
+                Arm(scheme, seed, *rest)
+                for rest in itertools.product(targets, counts, widths)
+                for scheme in config.schemes
+            ]
+        train(run, config, job, arms)
+        rows = run.metrics()
+        results = slopes_of(rows, config.schemes, len(config.path or [0]))
+        draw_slopes(run, rows, results, config.schemes)
+        run.close(results, table_of_slopes(results, config.schemes))
+        return results
+
+
+def main(config: Config) -> dict:
+    """Train the missing arms; return the contents of results.json."""
+    refuse(unread(config, {
+        "--over-pls": (config.over_pls, ("schemes",)),
+        "given failures, without --over-pls": (not config.over_pls, ("target_pls", "failures")),
+    }))  # fmt: skip
+    return over_pls(config) if config.over_pls else of_failures(config)
 
 
 if __name__ == "__main__":

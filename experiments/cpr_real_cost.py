@@ -3,26 +3,11 @@
     python experiments/cpr_real_cost.py                  1 GB of tables; 16 minutes
     python experiments/cpr_real_cost.py --table-mb 4000  about four times that in memory, twice on the disk
 
-CPR (arXiv 2011.02999) takes the costs of a checkpoint as given; here they are measured. The tables of DLRM-Kaggle
-(width 16, row-wise Adagrad, rows as `--table-mb` allows) are in host memory; MFU counts accesses drawn from a power law
-and, so that the budget of r = 0.125 is always full, uniform ones. All methods save the same state in interleaved
-rounds, each into a fresh directory on a flushed disk:
-
-    orbax_standard       ocp.StandardCheckpointer, asynchronous, as Orbax advises
-    orbax_pytree         ocp.PyTreeCheckpointer, blocking
-    orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-    full                 jaxrec: Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
-    full_blocking        jaxrec: write_image(snapshot(...))
-    rows                 jaxrec: RowCheckpointer of r V / S rows per shard, which MFU picks
-    recovery             jaxrec: the same rows, saved by `Recovery` every 16 steps of real training
-
-`*_stall_s` is how long a save blocks training: for `rows`, the copy of the rows; for `recovery`, all the work of its
-callback at a save (its thread picks rows during the four steps before). `*_save_s`: until everything is on disk;
-`*_flush_s`: time to flush what the system had not written yet. Restores read files just written, from the page cache: a
-full restore verifies and reads everything, a restore of one shard reads its files of the base and of the deltas over
-it. Orbax compresses, which saves a fifth of the bytes here (all slots are equal); jaxrec does not. Targets: one shard
-in at most 1/5 of a full restore, rows in at most 1/4 of the time of a full Orbax save, and the stall at most 3 %
-of the fastest blocking save; docs/results.md says which were met.
+CPR (arXiv 2011.02999) takes the costs of a checkpoint as given. Claim: one shard is restored in at most 1/5 of a full
+restore, rows are saved in at most 1/4 of the time of a full Orbax save, with a stall of at most 3 % of the fastest
+blocking save. All methods (`SaveWork`) save the same tables of DLRM-Kaggle in interleaved rounds. `*_stall_s`: for how
+long a save blocks training; `*_save_s`: until all is on disk; `*_flush_s`: to flush what the system had not written
+yet. Restores read the page cache. Result: results/two_cores_cpu/cpr_real_cost.json.
 """
 
 import dataclasses
@@ -86,7 +71,19 @@ def bytes_in(directory: Path) -> int:
 
 
 class SaveWork:
-    """A state to save, its access counts, and all methods to save and restore it."""
+    """A state to save, its access counts, and all methods to save and restore it.
+
+    orbax_standard       ocp.StandardCheckpointer, asynchronous, as Orbax advises
+    orbax_pytree         ocp.PyTreeCheckpointer, blocking
+    orbax_pytree_async   ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+    full                 Checkpointer, asynchronous; Orbax inside, checksums, everything flushed
+    full_blocking        write_image(snapshot(...))
+    rows                 RowCheckpointer of r V / S rows per shard, which MFU picks; its stall is their copy
+    recovery             the same rows, saved by `Recovery` every 16 steps; its stall is its callback at a save
+
+    MFU counts accesses drawn from a power law and uniform ones, so that the budget of r = 0.125 is always full. Orbax
+    compresses, which saves a fifth of the bytes here (all slots are equal); jaxrec does not.
+    """
 
     def __init__(self, config: Config, directory: Path):
         keep_memory()

@@ -1,15 +1,13 @@
 """Run all three techniques at once, with two failures, beside the same run with none of them.
 
-    make demo                                                two trainings, a table and one picture
+    make demo                                                two trainings, a table and one picture; 2.5 minutes
     make demo ARGS="--workdir runs/demo --resume"            goes on; what is complete is not trained again
 
-Both arms train DLRM on the same synthetic clicks for the same steps, with tables in host memory, on two virtual devices
-of this CPU. The first trains one batch after the other. The second has batches in flight (OAC, window 8), a replica on
-each device, synchronised in the background (ShadowSync, model averaging), and saves the most used rows first (CPR,
-MFU). After a third of the run it loses one of eight shards, after two thirds two more, and only these are restored.
-
-Expected on two cores: two and a half minutes, and AUCs that differ by less than 0.01. The arms run one after the other,
-so their rates also differ with the load of the machine; docs/results.md has rounds in turns.
+Both arms train DLRM on the same synthetic clicks, with tables in host memory, on two virtual devices of this CPU. One
+trains one batch after the other. The other has batches in flight (OAC, window 8), two replicas synchronised in the
+background (ShadowSync, model averaging), and saves the most used rows first (CPR, MFU): it loses one of eight shards
+after a third of the run, two more after two thirds, and only these are restored. The AUCs differ by less than 0.01.
+Rates of arms that run one after the other differ with the load, too. Result: results/two_cores_cpu/demo.json.
 """
 
 import dataclasses

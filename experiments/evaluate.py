@@ -1,16 +1,14 @@
-"""Evaluate a run of train.py on its test set or another file, or predict rows without labels.
+"""Evaluate a run of train.py on its test set or another file, or predict rows without labels; some seconds.
 
     python experiments/evaluate.py --run runs/a                       its own test set, once more
-    python experiments/evaluate.py --run runs/a --path day_1.gz       a raw Criteo file, in the run's own vocabulary
-    python experiments/evaluate.py --run runs/a --path test.txt       rows without labels: predictions alone
+    python experiments/evaluate.py --run runs/a --path day_1.gz       other rows: Criteo's, or a table of one's own
     python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
-    python experiments/evaluate.py --run runs/a --path new.csv        raw rows of a table of one's own
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
-Writes AUC, log loss, normalised entropy and calibration (overall and by tenths of the prediction) to results.json, and
-the predictions, in row order, to predictions.npz. Uses the best state of a run that keeps one (--patience, --monitor),
-else the last, from the newest whole image; the run may still be training. A hundred thousand rows take some seconds.
+Writes AUC, log loss, normalised entropy and calibration to results.json, and the predictions, in row order, to
+predictions.npz; predictions alone for rows without labels. Uses the best state of a run that keeps one, else the last,
+from the newest whole image; the run may still be training.
 """
 
 import contextlib

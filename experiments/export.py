@@ -1,16 +1,13 @@
 """Export the embeddings and dense weights of a run to .npz files, or import them as an image.
 
-    python experiments/export.py --run runs/a --table C3 --ids 5 7 --to rows.npz     some rows: ids and value
-    python experiments/export.py --run runs/a --table C3 --to c3.npz                 a whole table
+    python experiments/export.py --run runs/a --table C3 --ids 5 7 --to rows.npz     some rows, or the whole table
     python experiments/export.py --run runs/a --all --to model.npz                   all tables, all dense weights
     python experiments/export.py --run runs/a --all --optimizer --to state.npz       with the state of both optimizers
-    python experiments/export.py --run runs/a --all --state last --to last.npz       of the last state, not the best
     python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
 
-Ids are rows of the table, numbered by the run's vocabulary or hashing. If the run was trained on a table with a schema,
-the names of --ids are shown, and are in the file. --run takes a run directory, an image directory or one image; of a
-run that keeps its best state (--patience, --monitor) that one is exported. Memory: the largest table plus one shard. An
-image from a file written with --optimizer can be trained further; without it, it can only predict.
+--ids are rows of the table, shown and stored with their names if there is a schema. --run takes a run, an image
+directory or one image; a run that keeps its best state exports that one, unless --state last is given. Memory: the
+largest table plus one shard. An image from a file written without --optimizer can only predict.
 """
 
 import dataclasses

@@ -7,6 +7,7 @@
 With --curved 0.5, half of what decides a synthetic click is a wave over a sum of all fields, which neither a sum of
 features (LR) nor products of two features (FM) can express: both must stay below every deep model, and results.json
 says whether they do. Each run is train.py with defaults except for the model, two to five minutes on two cores.
+Result: results/two_cores_cpu/models_*.json.
 """
 
 import dataclasses

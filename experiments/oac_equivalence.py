@@ -3,15 +3,11 @@
     python experiments/oac_equivalence.py                    1 minute
     python experiments/oac_equivalence.py --soak-minutes 10  random windows, threads, delays and skews until then
 
-Every case trains the same batches through `Pipeline(mode="oac")` and `mode="sync"`, with one compiled update and random
-delays in both transfers, and through a plain loop of a few lines without a pipeline. Rows, slots, dense parameters and
-all losses must be bitwise equal. Stale rows are counted a second time, row by row, from the ids and from what had been
-written when each gather began. Then the mechanism is broken in five ways, each of which must be detected; write-backs
-are held back as long as admission allows, so that rows are stale for certain.
-
-A soak also injects random failures: in transfers, write-backs, streams, callbacks, snapshots, and by Ctrl-C. Each run
-must raise the injected error, leave no thread, stand at the step that it reports, and either resume and reach the final
-state of the plain loop bit for bit, or refuse to resume.
+Every case trains the same batches by `Pipeline(mode="oac")`, `mode="sync"` and a plain loop, with random delays in both
+transfers: rows, slots, dense parameters and losses must be bitwise equal, and stale rows are counted a second time from
+the ids. Then the mechanism is broken in five ways, each of which must be detected. A soak also injects failures; a run
+must raise the error, leave no thread, and either reach the state of the plain loop bit for bit or refuse to resume.
+Result: results/two_cores_cpu/oac_equivalence_soak.json.
 """
 
 import dataclasses

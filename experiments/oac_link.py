@@ -3,22 +3,11 @@
     python experiments/oac_link.py             exponents 0.6 to 1.3, windows 1 to 32; 15 minutes
     python experiments/oac_link.py --rounds 0  bytes alone, no speed; 22 minutes beside other work
 
-OAC with `skip_stale_reads` does not send a row that the ring of the last W batches holds. Ids are drawn from a power
-law of each exponent, over the reference workload (DLRM-Kaggle of throughput.py).
-
-`sent_bytes_saved_percent` and `link_bytes_saved_percent` are MEASURED: 100 (1 - with / without), of the bytes that
-pipelines pass to `send`, and to `send` and `fetch`, on the same distinct batches, at least 96 and 8 W of them: rows
-with their padding, batch inputs (dense features, labels, the position of each id), positions of rows in the ring. The
-first W batches of a run count too, though the ring holds less.
-
-`rows_saved_percent` and `oracle_rows_saved_percent` are COUNTED from the same ids: rows sent alone. The oracle is a
-cache on the device with as many rows as the ring (the unique rows of W batches) that knows all future ids and keeps
-those needed soonest (Belady): BagPipe's cache with unlimited lookahead.
-
-The speed is over an EMULATED link (its time is slept), as slow as in the regime `link` of oac_throughput.py: the slower
-direction of plain `oac` takes 1.5 times as long as the compute. `async`, `oac` and `oac_skip_reads` run in interleaved
-rounds; ratios are of rates within a round, with 95 % intervals. The unfavourable end is included: with few rows in
-common there is little to save.
+OAC with `skip_stale_reads` does not send a row that the ring of the last W batches holds. Ids of DLRM-Kaggle are drawn
+from a power law of each exponent; with few rows in common there is little to save. `*_bytes_saved_percent` is MEASURED,
+of all bytes passed to `send`, or to `send` and `fetch`; `rows_saved_percent` and `oracle_rows_saved_percent` are
+COUNTED from the ids (`oracle_rows`). Speeds are over an EMULATED link, as slow as in the regime `link` of
+oac_throughput.py, in interleaved rounds. Result: results/two_cores_cpu/oac_link.json.
 """
 
 import dataclasses

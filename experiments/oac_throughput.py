@@ -1,39 +1,14 @@
-"""Training rate of each pipeline mode, compared with the slowest of its stages alone.
+"""Claim: batches in flight train faster than one after another, at the rate of the slowest stage of a pipeline.
 
     python experiments/oac_throughput.py                 an emulated link in three regimes, and none; 10 minutes
-    python experiments/oac_throughput.py --sweep window  windows 2, 4, 8 and 16 over the balanced link; 5 minutes
-    python experiments/oac_throughput.py --sweep batch   batches of 512 and 4,096 examples; 5 minutes
-    python experiments/oac_throughput.py --sweep width   rows of width 8 and 64; 5 minutes
+    python experiments/oac_throughput.py --sweep window  or batch, or width, over the balanced link; 5 minutes
     python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
     python experiments/oac_throughput.py --link remote   rows at 2 servers, on Ray: a link that is measured; 5 minutes
     ... --link remote --server-cores 1                   the same, servers and trainer on cores of their own
 
-The workload is DLRM-Kaggle of throughput.py over tables in host memory. On a machine whose device is its CPU there is
-no link between tables and device, so one is EMULATED: a full-duplex channel of given bandwidth and latency, passed to
-the pipeline as its transfer functions; its time is slept, which leaves the cores to the compute. Its bandwidth is set
-at the start of each round from the compute time of a batch, measured then: `balanced` - both directions together take
-as long as the compute; `link` - the slower direction alone takes 1.5 times as long; `compute` - both together take a
-quarter; `none` - no link. A sweep measures the balanced one.
-
-All modes run in 24 interleaved rounds of about a second per mode; a ratio is of the two rates within a round. Figures
-are the median over the rounds with its 95 % bootstrap interval (`_low`, `_high`), minimum and maximum. Rates are of the
-steady state: the first W + 2 batches of a run are not timed, and the stream continues after the last timed one. `sync`,
-`async` and `semisync` run without ring and replay; `oac_device` finds stale rows on the device, as the abstract says,
-where `oac` plans them on the host. The variant that sends the fewest rows (`oac_skip_reads`) is timed in the regime
-`link` only.
-
-`pipeline_efficiency` is the rate of `oac` over that of the slowest stage run alone, by its own workers, on the same
-batches; the time of the link is computed from the bytes of a batch, so values slightly above 1 are possible.
-`replay_share_of_step` is the time of replay and append over that of the whole commit. oac_link.py measures the traffic
-saved by the variants that move fewer rows.
-
-`--link remote` emulates nothing: the rows are at servers in other processes of this machine, and every batch reads and
-writes them by messages, which share its cores with the compute. All modes over them, including `oac_skip_reads`, are
-interleaved with `sync` and `oac` over tables in this process; `remote_oac_over_local_oac` is the ratio of their rates.
-`bitwise_equal_remote` compares all rows, slots, dense parameters and losses of 12 batches with those of `sync` over
-tables in this process; `bitwise_equal_async_remote` is its control. It sweeps like the emulated link. Where servers and
-trainer share all cores, waiting for a message costs nothing that OAC could save: the cores are busy with its work. With
-`--server-cores 1` Ray and the servers have one core, and the trainer has the others.
+DLRM-Kaggle of throughput.py over tables in host memory, all modes in 24 interleaved rounds; ratios are of the rates
+within a round, medians with 95 % bootstrap intervals. A CPU has no link to its tables, so one is EMULATED: a channel
+of given bandwidth whose time is slept (`stages_ms`). Result: results/two_cores_cpu/oac_throughput*.json.
 """
 
 import contextlib
@@ -101,7 +76,11 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
 
 
 def stages_ms(work: Work, regime: str, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:
-    """Milliseconds of each stage of a batch alone, by its own workers, after setting the bandwidth of the link."""
+    """Milliseconds of each stage of a batch alone, by its own workers, after setting the bandwidth of the link.
+
+    `balanced`: both directions together take as long as the compute; `link`: the slower one alone 1.5 times as long;
+    `compute`: both together a quarter.
+    """
     stages = work.stages_ms(12)
     found = {name: stages[name] for name in ("plan", "gather", "write_back")} | {"commit": compute_ms(stages)}
     if link:
@@ -111,7 +90,11 @@ def stages_ms(work: Work, regime: str, link: EmulatedLink | None, size: dict[str
 
 
 def measure_ways(work: Work, regime: str, size: dict[str, float], config: Config, rounds: int, counted: int) -> dict:
-    """Rates, ratios and stage times of all ways in a regime; `size` holds the bytes that `oac` moves per batch."""
+    """Rates, ratios and stage times of all ways in a regime; `size` holds the bytes that `oac` moves per batch.
+
+    Rates are of the steady state. `pipeline_efficiency`: the rate of `oac` over that of the slowest stage alone, where
+    the link's time is computed, so values slightly above 1 are possible. `replay_share_of_step`: of the whole commit.
+    """
     link = None if regime == "none" else EmulatedLink(math.inf, config.latency_ms / 1e3)
     ways, stages = ways_of(config, regime), []
     pipelines = compiled(work, ways, **({"send": link.send, "fetch": link.fetch} if link else {}))
@@ -181,7 +164,11 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
 def measure_at_servers(
     run: Run, config: Config, words: str, job: Job, rounds: int, counted: int, cluster: Cluster
 ) -> tuple[dict, dict]:
-    """As `measure_point`, over rows at servers."""
+    """As `measure_point`, over rows at servers, where messages share the cores with the compute.
+
+    `remote_oac_over_local_oac`: rates over those with tables in this process. `bitwise_equal_remote`: 12 batches
+    against `sync` over such tables; `bitwise_equal_async_remote` is its control.
+    """
     number, label = max(config.window, *WINDOWS) + 3 + counted, f"remote{words}"
     ways = ways_of(config, "remote")
     with contextlib.ExitStack() as opened:

@@ -1,4 +1,4 @@
-"""Measure what needs an accelerator, in parts: each in its own process with its own limit, none stops the next.
+"""Measure what needs an accelerator, in parts (accelerator/*.py): each in its own process, within its own limit.
 
     python experiments/on_accelerator.py --out DIR            all parts in order: 35 minutes at most
     python experiments/on_accelerator.py step_time --out DIR  one part
@@ -12,21 +12,9 @@ On a machine lent for ten minutes a command, run these five, each within its ten
     python experiments/on_accelerator.py shadow saves --out $OUT           5.5 minutes
     python experiments/on_accelerator.py trainers --out $OUT               8 minutes
 
-Parts, most valuable first (see accelerator/*.py for what each measures):
-
-    pinned       tables in host memory that the GPU reads and writes, beside tables on it, FBGEMM's UVM, and the link
-    step_time    a step of DLRM and DCNv2, tables on the device, beside PyTorch eager and compiled
-    oac          host tables over the real link: all modes, windows 1 to 16, bitwise equality on the device
-    oac_wide     the same with ten tables of width 128, as many rows as the host holds
-    shadow       the step rate with a shadow beside it, and with the shadow blocked
-    saves        saving and restoring one shard beside compute: stall, seconds, bytes
-    trainers     free-running trainers on 1 to all processor cores; uses no accelerator
-
-A part writes DIR/PART.json when it ends, whole or not at all, and is skipped next time unless --again is given. One
-that fails, or hangs and is killed at its limit, writes DIR/PART.failed.txt: the reason, the rows measured until then,
-and its last lines. A part keeps within its time: its file lists what it left out. Comparisons are in turns, medians
-with 95 % bootstrap intervals; every file names device, driver, versions and commit. Requires jaxrec, jax, flax, optax,
-orbax, numpy, numba and tqdm; torch for the comparison with it. The exit code is 1 if a requested part has no result.
+A part writes DIR/PART.json when it ends, and is skipped next time unless --again is given; one that fails or is killed
+at its limit writes DIR/PART.failed.txt. The exit code is 1 if a requested part has no result. Wants torch for the
+comparison with it. Result: results/one_h200/*.json.
 """
 
 import argparse

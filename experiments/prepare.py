@@ -1,20 +1,14 @@
 """Prepare click logs for training, Criteo's or any table with a schema; a killed run resumes where it was.
 
-python experiments/prepare.py --sources train.txt --directory criteo.prepared
-python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
-python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
-python experiments/prepare.py --schema schema.py --sources parts/ --directory mine.prepared
-python experiments/prepare.py --schema movielens_1m --sources ratings.dat users.dat movies.dat --directory ml.prepared
-python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
+    python experiments/prepare.py --sources train.txt --directory criteo.prepared
+    python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
+    python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
+    python experiments/prepare.py --schema schema.py --sources parts/ --directory mine.prepared
+    python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
 
-A schema is a Python file that defines `schema = Schema(...)` (see docs/your_data.md), or the name of a built-in one:
-criteo, criteo_x1, criteo_x4, avazu, movielens_1m. With a schema, a summary of the columns is printed and drawn
-(summary.png) at the end.
-
-tfds:NAME is a data set that tfds has already prepared, as array_record: nothing is downloaded. tfds:NAME@train,test
-selects splits; the default is all. Each split is written to SPLIT.parquet in DIRECTORY.records, which may be deleted
-afterwards.
-
+A schema is a Python file that defines `schema = Schema(...)` (docs/your_data.md), or one of criteo, criteo_x1,
+criteo_x4, avazu, movielens_1m (--sources ratings.dat users.dat movies.dat). tfds:NAME, or tfds:NAME@train,test, is a
+data set that tfds has prepared as array_record: nothing is downloaded, and DIRECTORY.records may be deleted afterwards.
 Exit codes: 0 done, 1 refused or failed (one line gives the reason and the remedy), 2 wrong flags, 130 Ctrl-C, 143
 SIGTERM.
 """

@@ -1,15 +1,12 @@
 """Run an experiment several times in fresh processes, and give its figures with intervals over those runs.
 
     python experiments/repeat.py --command "throughput.py --tables host --sweep width --rounds 4"
-    python experiments/repeat.py --times 3 --command "oac_throughput.py" --workdir DIR
-    python experiments/repeat.py --times 6 --command "oac_throughput.py" --workdir DIR --resume    three more, later
+    python experiments/repeat.py --times 6 --command "oac_throughput.py" --workdir DIR --resume    adds runs, later
 
-The interval that an experiment gives for one run covers its rounds. What a process keeps from its start to its end,
-such as where its memory lies, and the load of the machine in its minutes are the same in all rounds, so a second run
-often lies outside. Here a run counts as one value: a figure is the mean over the runs, with its 95 % t-interval
-(`_low`, `_high`) and the least and the most of the runs (`_min`, `_max`). More runs of fewer rounds narrow it more than
-fewer runs of more rounds. Runs that are hours apart cover more of the machine's noise than runs in a row: begin with
-few and add others with --resume. Nothing else should run beside it. It takes as long as its runs.
+The interval of one run covers its rounds. What a process keeps from start to end, and the load of the machine in its
+minutes, are the same in all of them, so a second run often lies outside. Here a run is one value: a figure is the mean
+over the runs, with its 95 % t-interval (`_low`, `_high`) and the least and the most (`_min`, `_max`). Many short runs,
+hours apart, say more than few long ones in a row. Nothing else should run beside it.
 """
 
 import dataclasses

@@ -1,16 +1,13 @@
-"""Training does not wait for the shadow: rate without synchronisation, with it, with it blocked, and in the foreground.
+"""Claim: training does not wait for the shadow. Its rate with none, with one, with it blocked, and in the foreground.
 
     python experiments/shadowsync_isolation.py  6 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
-One trainer trains the reference workload (DLRM-Kaggle of throughput.py) over host tables; regime: free-running. Its one
-peer only synchronises and trains nothing, through the same transport as any trainer. In each of 24 short rounds of the
-benchmark all arms run once, in a rotating order: none; shadow, back to back and at three paces; shadow whose transport
-blocks for 3 seconds in each round, longer than a run; foreground, every `--every-steps` steps.
-
-Every `X_over_no_sync` is the rate of X over that without synchronisation, paired within the rounds.
-`average_sync_gap_X` is the number of steps per merged round: an outcome with a shadow, k in the foreground, null where
-no round was merged, as in most runs of the blocked shadow. The pace and the gap of an arm belong together.
+One trainer trains DLRM-Kaggle of throughput.py over host tables, and its one peer only synchronises; regime:
+free-running. All arms run in each of 24 rounds: none; shadow, back to back and at three paces; shadow whose transport
+blocks for 3 seconds in each round, longer than a run; foreground, every `--every-steps` steps. `X_over_no_sync` is the
+rate of X over that without synchronisation; `average_sync_gap_X`, null where no round was merged, the steps per round.
+Result: results/two_cores_cpu/shadowsync_isolation*.json.
 """
 
 import dataclasses

@@ -1,34 +1,15 @@
-"""What replication costs in quality, and how much of it each method of synchronisation recovers.
+"""What replicas cost in quality, and how much of it each rule of synchronisation recovers.
 
     python experiments/shadowsync_quality.py                                      8 replicas, synthetic clicks
     python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
-    python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24
+    python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24    never run as a whole
     python experiments/shadowsync_quality.py --where processes                    4 trainers, really free-running
 
-One pass over a fixed number of examples, shared by n trainers: ShadowSync's one-pass setting (Zheng et al., arXiv
-2003.03477). Regime: free-running, EMULATED by jaxrec.shadowsync.Emulation, which runs n x m Hogwild workers in a seeded
-order; 20 x 24 with batch 200 is an example-level parallelism (ELP) of 96,000. Arms: none; all_reduce every step;
-fr_RULE_k, in the foreground every k steps of a trainer; s_RULE, a shadow whose rounds take --shadow-steps steps each,
-back to back. All with alpha 0.5; BMUF with eta 1 and --block-momentum. All arms train with the same rates.
-
-Every rule is tested in both of its forms. Model averaging and BMUF: `lerp` moves halfway to the mean from the trainer's
-current weights, and so discards half of what it learned during the round; `delta` adds half of the step from where the
-round began to the mean, and keeps what was learned. In the foreground nothing is learned during a round, the two are
-the same, and fr_ma and fr_bmuf have no form. EASGD: `symmetric` adds a difference taken where the round began,
-`sequential` one on live weights, against the centre that it has just moved. A rule without a form (s_ma) uses the
-library's default.
-
-At the end every trainer joins the last rounds, as `finish` does, so that the evaluated model is what a user gets;
---no-last-rounds omits them. Trainer 0 is evaluated, as in the paper's patent (the last local version of one trainer),
-against one replica with one worker on the same data: change of test AUC, relative change of normalised entropy. Arms of
-a seed share data and initial values; intervals are of the paired differences, 95 %. `non_inferior_s_RULE`: the interval
-of s_RULE minus its best foreground counterpart, of any form, lies above (true) or below (false) -0.0005 AUC; absent
-while there are too few seeds to decide. --where processes trains every arm on Ray instead: trainers in processes of
-their own over rows at two servers, synchronised in the background as fast as it goes, or every --pace-seconds. For each
-such arm of each seed there is an emulated one, emulated_ARM, whose rounds take as many steps as the measured average
-sync gap; `auc_over_twin_ARM` is the difference. Only orders and gaps differ: the same data, and the same initial
-values. --resume continues a run arm by arm. `--preset paper` has never run as a whole:
-docs/results.md says which parts did.
+Claim (ShadowSync, arXiv 2003.03477): synchronised in the background, replicas lose no quality to the foreground. One
+pass over the examples, shared by n trainers; regime: free-running, EMULATED by studies/emulation.py, where n x m
+workers with batch B are an example-level parallelism (ELP) of B n m. Trainer 0 is evaluated after last rounds of all,
+against one replica (`arms_of` has the arms, `results_of_arms` the keys). --resume goes on arm by arm.
+Result: results/two_cores_cpu/shadowsync_quality*.json.
 """
 
 import contextlib
@@ -49,6 +30,7 @@ from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot
 from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
 from main.pools import SharedStream
 from main.report import figures, number, scaled
+from studies.emulation import ALL_REDUCE, Emulation, Script
 from studies.pool_kills import trained_pool
 from studies.server_kills import of_its_own
 from studies.shadow_work import FORMS
@@ -60,7 +42,7 @@ from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import DeviceTables, rowwise_adagrad
 from jaxrec.loop import evaluate, keep_memory
 from jaxrec.prefetch import planned
-from jaxrec.shadowsync import ALL_REDUCE, Emulation, Rule, Script, bmuf, easgd, model_averaging, replica_spread
+from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging, replica_spread
 from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
@@ -111,7 +93,13 @@ class Size(NamedTuple):
 
 
 def arms_of(*periods: int) -> tuple[str, ...]:
-    """All arms: every rule in both forms, the foreground ones with each of these periods k."""
+    """All arms: every rule in both forms, the foreground ones with each of these periods k.
+
+    fr_RULE_k: in the foreground every k steps of a trainer; s_RULE: a shadow whose rounds take --shadow-steps steps,
+    back to back. Forms: `lerp` moves to the mean from the current weights, and discards half of what was learned during
+    the round; `delta` adds half of the step from where the round began, and keeps it; in the foreground they are the
+    same. EASGD is `symmetric` where the difference is taken where the round began, `sequential` on live weights.
+    """
     # The forms of the other rules differ only in a shadow.
     in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")
     foreground = tuple(f"fr_{rule}_{k}" for rule, k in itertools.product(in_foreground, periods))
@@ -249,7 +237,12 @@ def rule_of(arm: str) -> str:
 
 
 def results_of_arms(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
-    """Contents of results.json, from the arms of all seeds; test sets as in `paired_interval`."""
+    """Contents of results.json, from the arms of all seeds; test sets as in `paired_interval`.
+
+    `non_inferior_s_RULE`: the 95 % interval of the paired difference from the best foreground counterpart, of any form,
+    lies above (true) or below (false) -0.0005 AUC; absent while there are too few seeds. `auc_over_twin_ARM`: trainers
+    in processes minus their emulation, whose rounds take the measured average sync gap.
+    """
     found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
     seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
     results: dict[str, Any] = {

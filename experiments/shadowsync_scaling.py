@@ -1,41 +1,15 @@
-"""Examples/s over trainers: foreground rounds saturate the sync servers, background rounds only widen the sync gap.
+"""Rates over the number of trainers: the foreground saturates its servers, the background only widens the sync gap.
 
-    python experiments/shadowsync_scaling.py                 30 minutes
-    python experiments/shadowsync_scaling.py --tensors dlrm  servers hold whole tensors of DLRM-Kaggle, unevenly
+    python experiments/shadowsync_scaling.py                            all three parts; 30 minutes
+    python experiments/shadowsync_scaling.py --tensors dlrm             servers hold whole tensors of DLRM-Kaggle
     python experiments/shadowsync_scaling.py --no-protocol --rounds 4   the measured trainers alone; 6 minutes
-    python experiments/shadowsync_scaling.py --where processes   trainers and servers in processes; 40 minutes
+    python experiments/shadowsync_scaling.py --where processes          trainers and servers in processes; 40 minutes
 
-Regime: free-running. Three parts, which share no keys:
-
-`measured_*`: trainers train the reference workload of throughput.py over shared host tables with `train_freely`: n
-threads of one process, pinned to n cores, each program limited to one thread. The base is one trainer on one core
-without synchronisation; in 24 short rounds it is interleaved with trainers on all cores: none; every rule in both forms
-(easgd symmetric and sequential, model averaging and BMUF by lerp and by delta), each back to back and, as `_paced`, at
---pace-seconds; bandwidth unlimited. `busy_cores` below n means that other processes had the cores;
-`cpu_time_efficiency`, the base's CPU seconds per step over those of n trainers, is the efficiency that free cores would
-have given if no trainer waits.
-
-`emulated_sleep_*`: 1 to 64 trainers run the real protocol (threads, mailboxes, rules, servers) and SLEEP for the
-measured time of a step, +-10 %, instead of computing (for 20 ms if it is shorter). Sleeping trainers do not share
-cores, caches or memory: that those in the background keep 1.00 of the ideal rate is so by construction, and is no
-finding. The findings are where the foreground saturates, and the sync gap. Parameters and server bandwidth are a
-thousandth of the real ones, so that a transfer takes as long. A round moves the parameters to the servers and back; the
-bandwidth is such that FR-EASGD-5 saturates two servers at `--saturation` trainers. A round of model averaging is a ring
-all-reduce over links of the same bandwidth, slept too. With many trainers it runs in slow motion, as recorded in
-metrics.jsonl, because its Python work, a millisecond per trainer, shares the cores of one machine. The forms of a rule
-move the same bytes at the same times, so this part has one line per rule.
-
-`simulated_*`: the same protocol in SimPy, with the same step times, at the same points and up to 1,000 trainers.
-
-`measured_processes_*`, with `--where processes` alone: one trainer, and one per core, as processes pinned to a core
-each, over rows at two servers (`pool_work.py`): none, and shadows back to back and `_paced`. `efficiency` of n trainers
-is over n times one trainer of the same arm, `over_no_sync` over equally many trainers that do not synchronise. Servers
-share the trainers' cores if there are no others.
-
-`measured_efficiency` is examples/s over n times the base, and `measured_over_no_sync` over n trainers that do not
-synchronise, in the same round; `of_ideal`, of the other two parts, over n trainers that never wait. FR-EASGD-k waits
-for a round every k steps, so its rate cannot exceed k batches per round times the rounds that the servers can serve;
-`flattens_at_trainers` is its highest rate over that of one such trainer. Its sync gap is k; a shadow's is an outcome.
+Regime: free-running. The parts share no keys. `measured_*`: trainers on the cores of this machine (`measured`,
+`pool_work.py`); `emulated_sleep_*`: up to 64 trainers that sleep in place of computing, over the real protocol
+(`points_of_protocol`); `simulated_*`: the same in SimPy, up to 1,000. `efficiency` is over n times one trainer,
+`over_no_sync` over n trainers that do not synchronise, `of_ideal` over n that never wait.
+Result: results/two_cores_cpu/shadowsync_scaling*.json.
 """
 
 import dataclasses
@@ -114,7 +88,13 @@ class Config(Flags):
 
 
 def measured(config: Config, run: Run) -> dict[str, Any]:
-    """Measure real trainers, all arms in interleaved rounds."""
+    """Measure real trainers, all arms in 24 interleaved rounds.
+
+    They train DLRM-Kaggle of throughput.py over shared host tables: n threads of one process on n cores, each program
+    limited to one thread. The base is one trainer on one core. `_paced`: rounds at --pace-seconds, not back to back.
+    `busy_cores` below n means that other processes had the cores; `cpu_time_efficiency`, the base's CPU seconds per
+    step over those of n trainers, is the efficiency that free cores would have given if no trainer waits.
+    """
     for row in run.metrics():
         if row["kind"] == "measured":
             return row["results"]
@@ -150,7 +130,14 @@ def measured(config: Config, run: Run) -> dict[str, Any]:
 
 
 def points_of_protocol(config: Config, step_s: float, trainers: tuple[int, ...]) -> list[Point]:
-    """All lines at these numbers of trainers."""
+    """All lines at these numbers of trainers.
+
+    Trainers sleep for the measured time of a step, +-10 %, at least 20 ms, so that those in the background keep 1.00 of
+    the ideal rate by construction: the findings are where the foreground saturates, and the sync gap. Parameters and
+    bandwidth are a thousandth of the real ones; FR-EASGD-5 saturates two servers at `--saturation` trainers, and a
+    round of model averaging is a ring all-reduce over links of that bandwidth. The forms of a rule move the same bytes
+    at the same times, so a rule is one line. `flattens_at_trainers`: the highest rate over that of one such trainer.
+    """
     params = jax.eval_shape(lambda: reference_work(Job(rows=100))[1])
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params)]
     sizes = sizes if config.tensors == "dlrm" else [sum(sizes) // 4] * 4

@@ -1,7 +1,6 @@
 """Time of a training step and its parts, compared with the fastest PyTorch doing the same work.
 
-    python experiments/throughput.py --tables host
-    python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where it is installed
+    python experiments/throughput.py --tables host --against torch  needs torch; FBGEMM where installed; 7 minutes
     python experiments/throughput.py --sweep rows                   1M to 50M rows
     python experiments/throughput.py --sweep width --against torch  width 16 to 128, 2M rows are enough
     python experiments/throughput.py --hots mlperf --against torch  bags, 214 ids an example
@@ -9,12 +8,8 @@
 
 The reference workload DLRM-Kaggle: bottom MLP 13-512-256-64-16, 26 lookups of width 16 in one stack of 10M rows, dot
 interaction, top MLP 512-256-1, row-wise Adagrad on rows, SGD on the dense part, batch 2,048, f32, ids from a power law
-of exponent 1.05. Every side is a separate process; they alternate, one round of steps each, so that a slow minute hits
-all of them. The ratios are of times: above 1 jaxrec is faster. `gemm_share_of_step` is the time of the step's matrix
-products alone in JAX, in the same rounds, over that of the step. `step_over_parts` is the time of a step over that of
-read, update and put, each waited for; `planned_step_over_parts` the same of a step whose batch was planned before, so
-that no thread plans beside it. `allocated_mb_per_step` is what XLA plans to allocate in a step. Expected: 7 minutes
-with `--against torch`, two cores; figures in docs/results.md.
+of exponent 1.05. Sides are processes that alternate; ratios are of times: above 1 jaxrec is faster (`measure_sides`
+has the keys). Result: results/two_cores_cpu/throughput_*.json.
 """
 
 import dataclasses
@@ -74,7 +69,12 @@ def sides_in_turns(sides: dict[str, Side], rounds: int, steps: int) -> dict[str,
 
 
 def measure_sides(config: Config, rounds: int, steps: int) -> dict:
-    """Measure all sides in interleaved rounds; return the flat results of one configuration."""
+    """Measure all sides in interleaved rounds; return the flat results of one configuration.
+
+    `gemm_share_of_step`: the time of the step's matrix products alone over that of the step. `step_over_parts`: a step
+    over its read, update and put, each waited for; `planned_step_over_parts`: the same of a step planned before.
+    `allocated_mb_per_step`: what XLA plans to allocate in a step.
+    """
     sides = started(config, steps)
     times, ours = sides_in_turns(sides, rounds, steps), sides["jaxrec"]
     ms = {name: 1e3 * float(np.median(each)) for name, each in times.items()}

@@ -145,8 +145,7 @@ def check_rng(function: Callable, keyed: bool) -> None:
     if not keyed and any(p.default is p.empty for p in named):
         raise ValueError(
             "the function wants a key, `rng`, and gets none: give the Task a seed=0. "
-            "Predictions, free trainers and their emulation draw nothing: write `rng=None` there, and "
-            "deterministic=True in Flax."
+            "Predictions and free trainers draw nothing: write `rng=None` there, and deterministic=True in Flax."
         )
 
 

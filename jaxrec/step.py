@@ -130,8 +130,8 @@ def gradients(
     gradient, row_gradients, metrics, variables = _differentiate(params, values, plans, batch, spec, loss, False, None)
     if variables:
         raise ValueError(
-            f"the loss returned variables {list(variables)}, but free trainers and the emulation apply gradients "
-            "alone: train with Serial or Pipeline, or leave the variables as they are."
+            f"the loss returned variables {list(variables)}, but free trainers apply gradients alone: train with "
+            "Serial or Pipeline, or leave the variables as they are."
         )
     return gradient, row_gradients, metrics
 

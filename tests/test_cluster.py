@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from studies import server_kills
 from studies.server_kills import Killing
-from studies.watching import Process, command_of, differences, processes_below
 from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
+from watching import Process, command_of, differences, processes_below
 
 from jaxrec import Serial
 from jaxrec.checkpoint import Checkpointer, images, newest, read_manifest, restore

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 from cluster_failures import Config, check, kills_of, modelled, of_kills, overheads, sized
 from cluster_soak import drawn
+from cluster_work import SCHEMES, Kill
 from hypothesis import given
 from hypothesis import strategies as st
 from main.cli import refuse_small
-from studies.cluster_work import ARMS, SCHEMES, Kill
 from studies.pool_kills import PoolKiller, pool_figures
+from studies.recovery_overheads import ARMS
 from studies.server_kills import alive_after
 
 from jaxrec.cpr import schedule
 
-ROOT = Path(__file__).parent.parent
+SOAK = Path(__file__).parent / "soak"
 
 
 @given(
@@ -137,7 +138,14 @@ def test_without_ray_it_says_so(monkeypatch):
 @pytest.mark.xdist_group("ray")
 def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, ROOT / "experiments" / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
+    command = [
+        sys.executable,
+        SOAK / "cluster_failures.py",
+        "--preset",
+        "smoke",
+        "--workdir",
+        tmp_path,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
@@ -202,7 +210,14 @@ def test_a_pool_is_killed_in_turn_and_each_kill_is_over_when_every_trainer_that_
 @pytest.mark.xdist_group("ray")
 def test_every_kind_of_process_of_a_pool_is_killed_in_one_run_and_no_example_is_missing(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, ROOT / "experiments" / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
+    command = [
+        sys.executable,
+        SOAK / "cluster_failures.py",
+        "--preset",
+        "smoke",
+        "--workdir",
+        tmp_path,
+    ]
     more = ["--kill", "trainers", "servers", "sync", "--kills", "3", "--steps", "300"]
     done = subprocess.run([*command, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -236,7 +251,7 @@ def test_a_process_that_lives_on_is_named():
 @pytest.mark.xdist_group("ray")
 def test_eight_random_kills_leave_nothing_wrong_and_nothing_behind(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, ROOT / "experiments" / "cluster_soak.py", "--kills", "8", "--workdir", tmp_path]
+    command = [sys.executable, SOAK / "cluster_soak.py", "--kills", "8", "--workdir", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster_plan
+import cpr_scalability
 import numpy as np
 import pytest
-from cluster_plan import Config, Job, check, names_of, of_limits, of_step, of_tables, planned
+from cpr_scalability import Config, Job, check, names_of, of_limits, of_step, of_tables, planned
 from hypothesis import given
 from hypothesis import strategies as st
 from studies.cluster_costs import Costs, Timed, fitted
@@ -81,13 +81,13 @@ WRONG += [("terabytes", 0.0), ("servers", 0), ("save_mb_per_s", 0.0), ("read_row
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_a_flag_of_which_no_plan_can_be_made_is_named(name, value):
-    check(Config())
+    check(Config(plan=True))
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .* must be"):
-        check(Config(**{name: value}))
+        check(Config(plan=True, **{name: value}))
 
 
 def test_a_plan_from_flags_says_that_its_costs_were_given(tmp_path):
-    found = cluster_plan.main(Config(workdir=tmp_path / "run", read_row_us=3.0))
+    found = cpr_scalability.main(Config(plan=True, workdir=tmp_path / "run", read_row_us=3.0))
     assert found["read_row_us_given"] == 3.0 and json.loads((tmp_path / "run" / "results.json").read_text()) == found
     assert not any(key.endswith("_measured") for key in found)
 
@@ -96,7 +96,7 @@ def test_a_plan_from_flags_says_that_its_costs_were_given(tmp_path):
 @pytest.mark.xdist_group("ray")
 def test_costs_are_measured_over_processes_and_planned_with(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, ROOT / "experiments" / "cluster_plan.py", "--measure", "--preset", "smoke"]
+    command = [sys.executable, ROOT / "experiments" / "cpr_scalability.py", "--plan", "--measure", "--preset", "smoke"]
     done = subprocess.run([*command, "--workdir", tmp_path / "run"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run" / "results.json").read_text())

@@ -10,21 +10,12 @@ import numpy as np
 import optax
 import pytest
 from meetings import InOrder
+from studies.emulation import ALL_REDUCE, Emulation, Script
 from world import batch_of, loss
 
 from jaxrec import Task
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, sgd
-from jaxrec.shadowsync import (
-    ALL_REDUCE,
-    AllToAll,
-    Centre,
-    Emulation,
-    Foreground,
-    Script,
-    bmuf,
-    easgd,
-    model_averaging,
-)
+from jaxrec.shadowsync import AllToAll, Centre, Foreground, bmuf, easgd, model_averaging
 
 SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=1)
 PARAMS = {"w": jnp.ones(4)}
@@ -265,6 +256,33 @@ def test_trainers_that_have_finished_train_no_more():
         each.finish()
         np.testing.assert_array_equal(weights(each), as_it_was)
         assert each.average_sync_gap == float("inf")
+    at_once = Emulation(TASK, PARAMS, 2, script=Script(model_averaging(), 2, 2))
+    at_once.finish()
+    np.testing.assert_array_equal(weights(at_once), 1)
+
+
+class OfOnesOwn(Task):
+    """A task whose step the emulation would not run."""
+
+    def update(self, dense, rows, plans, batch):
+        raise AssertionError("nothing trains by it")
+
+
+def keyed(params, activations, batch, *, rng):
+    return loss(params, activations, batch) * jax.random.uniform(rng)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (OfOnesOwn(SPEC, loss, optax.sgd(0.1), sgd(0.1)), "OfOnesOwn has an update of its own"),
+        (Task(SPEC, keyed, optax.sgd(0.1), sgd(0.1), seed=0), "give a loss no key"),
+        (Task(SPEC, lambda *args: (loss(*args), {}, PARAMS), optax.sgd(0.1), sgd(0.1)), "returned variables"),
+    ],
+)
+def test_a_task_that_more_than_gradients_train_is_refused(task, message):
+    with pytest.raises(ValueError, match=message):
+        emulate(2, 2, task=task)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from smoke import logged, results, run, smoke
 from studies.oac_turns import PipelineWay, compare, equal
 from studies.oac_work import EmulatedLink, Work, turn
 from studies.reference import Job
-from studies.watching import differences
+from watching import differences
 
 from jaxrec.checkpoint import images, read_manifest, verify
 from jaxrec.embedding import HostTables
@@ -486,8 +486,8 @@ def test_cpr_overhead_trains_every_scheme_and_goes_on_seed_by_seed(tmp_path):
 
 
 @pytest.mark.slow
-def test_cpr_pls_draws_a_line_for_each_scheme(tmp_path):
-    found = smoke(tmp_path, "cpr_pls", "--schemes", "vanilla", "mfu")
+def test_cpr_overhead_over_pls_draws_a_line_for_each_scheme(tmp_path):
+    found = smoke(tmp_path, "cpr_overhead", "--over-pls", "--schemes", "vanilla", "mfu")
     assert found["vanilla_runs"] == found["mfu_runs"] == 4 and found["vanilla_realized_pls_max"] > 0.5
     assert found["vanilla_slope"] > 0 and found["vanilla_correlation_ne"] > 0.5
 

@@ -14,10 +14,10 @@ import pytest
 import train
 import train_soak
 from kills import was_killed
-from studies.watching import Ended, Process, differences, judge, step_begun, steps_told
 from test_runs import TINY
 from tqdm import tqdm
 from train_soak import Config, Soak
+from watching import Ended, Process, differences, judge, step_begun, steps_told
 
 from jaxrec.checkpoint import deltas, images
 from jaxrec.checkpoint.format import number_of

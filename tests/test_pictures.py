@@ -8,7 +8,6 @@ import types
 
 import cluster_failures
 import cpr_overhead
-import cpr_pls
 import cpr_real_cost
 import cpr_scalability
 import evaluate
@@ -26,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from main.plots import FILLS, apart, bars, identical, plot, stacked_bars, ticks
 from main.report import Figure, figures, grid, listing
+from studies import recovery_overheads
 from studies.shadow_protocol import Point
 
 NAMES = st.from_regex(r"[a-z]{2,5}(_[a-z]{2,5}){0,2}", fullmatch=True)
@@ -215,9 +215,9 @@ def of_nodes():
 
 def of_kills():
     results = {}
-    for place, arm in enumerate(arm for arm in cluster_failures.ARMS if arm != "none"):
+    for place, arm in enumerate(arm for arm in recovery_overheads.ARMS if arm != "none"):
         results |= {f"{arm}_overhead_percent": 130.0 - 20 * place, f"{arm}_kills": 3, f"{arm}_lost_steps": 0}
-        for part in (*cluster_failures.PARTS, "saving"):
+        for part in (*recovery_overheads.PARTS, "saving"):
             results |= {f"{arm}_{part}_s_median": 0.5, f"{arm}_{part}_percent": 12.5 + place}
     return results | {"full_lost_steps": 191}
 
@@ -301,7 +301,7 @@ FINDINGS = {
         "scar, ssu",
     ),
     "slopes": (
-        lambda: cpr_pls.finding(of_slopes(), ("vanilla", "mfu")),
+        lambda: cpr_overhead.finding_slopes(of_slopes(), ("vanilla", "mfu")),
         "AUC lost for a unit of PLS: vanilla 0.00620, mfu 0.00180. Minus vanilla's: mfu -0.0044 (-0.0061 to -0.0027)",
     ),
     "saves": (
@@ -320,7 +320,7 @@ FINDINGS = {
         "the dotted lines there are 3 kills, after which it repeats 191 steps",
     ),
     "kills, all": (
-        lambda: cluster_failures.finding_overheads(of_kills() | {"ssu_kills": 3}),
+        lambda: recovery_overheads.finding_overheads(of_kills() | {"ssu_kills": 3}),
         "Measured overhead, kills in each arm: 3. ssu 70.0 %, mfu 90.0 %, vanilla 110 %, full 130 %",
     ),
     "throughput": (
@@ -370,7 +370,7 @@ def draw_slopes(run):
     for scheme, pls in itertools.product(("vanilla", "mfu"), (0.1, 0.5, 1.6)):
         lost = {"realized_pls": pls, "test_auc": 0.76 - 0.005 * pls, "test_normalized_entropy": 0.8 + 0.01 * pls}
         rows.append(base | {"scheme": scheme} | lost)
-    cpr_pls.draw(run, rows, of_slopes(), ("vanilla", "mfu"))
+    cpr_overhead.draw_slopes(run, rows, of_slopes(), ("vanilla", "mfu"))
 
 
 def draw_saves(run):
@@ -394,7 +394,7 @@ def draw_scaling(run):
 
 
 def draw_cluster(run):
-    killers = {"none": killer()} | {arm: killer(9.0, 9.2, 30.0) for arm in cluster_failures.ARMS if arm != "none"}
+    killers = {"none": killer()} | {arm: killer(9.0, 9.2, 30.0) for arm in recovery_overheads.ARMS if arm != "none"}
     cluster_failures.draw(run, cluster_failures.Config(batch_size=2048), killers, of_kills())
 
 

@@ -17,7 +17,7 @@ from main.click_data import synthetic_clicks
 from main.flags import DataFlags, prepared_directory, with_absolute_paths
 from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
-from studies.pauses import Timed, longest_by_state
+from pauses import Timed, longest_by_state
 from test_remote import Supervised
 from test_sync_servers import InThread
 from test_trainers import CLICKS, OWN, SPEC, work
@@ -212,7 +212,7 @@ def test_trainers_find_the_data_from_any_working_directory(tmp_path, monkeypatch
 
 def test_pauses_are_told_apart_by_what_went_on_meanwhile(tmp_path, monkeypatch):
     instants = [0.0, 1.0, 2.0, 3.0, 6.0, 7.0, 9.0, 10.0, 11.0]  # the first two compile
-    monkeypatch.setattr("studies.pauses.time.monotonic", iter(instants).__next__)
+    monkeypatch.setattr("pauses.time.monotonic", iter(instants).__next__)
     assert list(Timed(lambda trainer, trainers: lambda start: iter(range(start, 9)), tmp_path)(0, 1)(0)) == [*range(9)]
     samples = [(at / 2, "calm") for at in range(30)]
     samples[7] = (3.5, "stopped")  # within the step of 3 s

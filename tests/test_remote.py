@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial, of_losses
 from fleets import Fleet, InProcess, remote
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import chosen, draw_ids, examples, specs
-from studies.deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial, of_losses
 from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 from test_oac import SPEC as OAC_SPEC
 from test_oac import make_batches, make_state, train

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from studies.emulation import Emulation
 
 import jaxrec
 from jaxrec.checkpoint import Checkpointer, deltas, restore, restore_shards
@@ -32,7 +33,7 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.oac import Pipeline
-from jaxrec.shadowsync import Emulation, train_freely
+from jaxrec.shadowsync import train_freely
 from jaxrec.types import Batch, RowOptimizer
 
 ROWS, WIDTH, STEPS = 23, 4, 20

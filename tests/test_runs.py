@@ -26,7 +26,7 @@ from main.flags import TechniqueFlags
 from main.run_dir import to_json
 from main.saving import PeriodicSaves
 from main.signals import STOPPING, Stopped, stop_on_signals
-from studies.watching import differences
+from watching import differences
 
 from jaxrec import StepInfo
 from jaxrec.checkpoint import images, read_manifest

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import all_three_quality
+import all_three
 import demo
 import models
 import numpy as np
@@ -145,7 +145,9 @@ def test_a_flag_that_train_refuses_is_named(tmp_path):
         sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("model=none",), "fixed": TINY[:-1]})))
 
 
-@pytest.mark.parametrize(("module", "flags"), [(sweep, FLAGS), (models, {}), (demo, {}), (all_three_quality, {})])
+@pytest.mark.parametrize(
+    ("module", "flags"), [(sweep, FLAGS), (models, {}), (demo, {}), (all_three, {"quality": True})]
+)
 def test_a_signal_before_a_run_has_begun_says_how_to_go_on_too(tmp_path, monkeypatch, module, flags):
     monkeypatch.setattr(children, "run_child", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=f"SIGTERM: go on with .*{tmp_path}.* --resume"):

@@ -1,4 +1,4 @@
-"""Measures what rows at servers cost on this machine, per message and per row, for cluster_plan.py."""
+"""Measures what rows at servers cost on this machine, per message and per row, for cpr_scalability.py --plan."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The click job on 8 embedding nodes with failures that cpr_overhead.py and cpr_pls.py train, one arm after another."""
+"""The click job on 8 embedding nodes with failures that cpr_overhead.py trains, one arm after another."""
 
 import dataclasses
 import functools

@@ -1,6 +1,6 @@
 """Killers of the processes of a pool of free-running trainers, of all kinds, and what a pool has come to.
 
-For `shadowsync_quality.py --where processes` and `cluster_failures.py --kill`.
+For `shadowsync_quality.py --where processes` and the soaks of pools.
 """
 
 import contextlib

@@ -5,13 +5,11 @@
         params = sync.exchange(params)                  # after every step
         params = sync.finish(params)                    # after the last one
 
-`train_freely` runs such trainers over shared host tables, `FreeTrainers` is an engine that trains in stretches and
-calls its callbacks in between, and `Emulation` runs any number of trainers on one device in a seeded order. Start with
-the equations in `rules`, then read `synchroniser`. A group gives each trainer a `Shadow` or a `Foreground`, over an
-`AllToAll`, a `Centre` or a custom transport.
+`train_freely` runs such trainers over shared host tables, and `FreeTrainers` is an engine that trains in stretches and
+calls its callbacks in between. Start with the equations in `rules`, then read `synchroniser`. A group gives each
+trainer a `Shadow` or a `Foreground`, over an `AllToAll`, a `Centre` or a custom transport.
 """
 
-from jaxrec.shadowsync.emulation import ALL_REDUCE, Emulation, Script
 from jaxrec.shadowsync.free import FreeTrainers
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.params import replica_spread, with_mean_replica
@@ -22,17 +20,14 @@ from jaxrec.shadowsync.transport import AllToAll, Centre, PeerLeft, Transport
 from jaxrec.shadowsync.workers import FreeStats, FreeStep, train_freely
 
 __all__ = [
-    "ALL_REDUCE",
     "AllToAll",
     "Centre",
-    "Emulation",
     "Foreground",
     "FreeStats",
     "FreeStep",
     "FreeTrainers",
     "PeerLeft",
     "Rule",
-    "Script",
     "Shadow",
     "SyncGroup",
     "TrainerStats",

@@ -18,10 +18,8 @@ from jaxrec import Task, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
     AllToAll,
-    Emulation,
     FreeStep,
     FreeTrainers,
-    Script,
     Shadow,
     SyncGroup,
     bmuf,
@@ -108,12 +106,6 @@ def _(directory):
     train_freely(OfOnesOwn(SPEC, loss, DENSE, ROWS), PARAMS, HostTables.create(SPEC, ROWS), [stream(1)])
 
 
-@situation("the emulation of an update of one's own", ValueError, "OfOnesOwn has an update of its own")
-def _(directory):
-    one = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    Emulation(OfOnesOwn(one, loss, DENSE, ROWS), PARAMS, 2)
-
-
 @situation("three free trainers over two shards")
 def _(directory):
     with FreeTrainers(task_of(3), state_of(3), None, stretch_steps=3) as engine:
@@ -125,16 +117,6 @@ def _(directory):
     for batches in (5, 0):
         _, figures = freely([stream(0), stream(batches)], shadows(2))
         assert figures.steps == [0, batches] and figures.rounds[0] == 0
-
-
-@situation("last rounds before the first step keep the initial parameters")
-def _(directory):
-    one = EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-    emulation = Emulation(task_of(1, one), PARAMS, 2, script=Script(model_averaging(), 2, 2))
-    emulation.finish()
-    for dense in emulation.dense:
-        np.testing.assert_array_equal(dense.params["w"], 1)
-    assert emulation.average_sync_gap == float("inf")
 
 
 # ---- stretches

@@ -9,7 +9,7 @@ import jaxrec
 from abuse import refused, situation
 from abuse.objects import DENSE, PARAMS, ROWS, SPEC, train
 from jaxrec.embedding import HostTables
-from jaxrec.shadowsync import Emulation, train_freely
+from jaxrec.shadowsync import train_freely
 
 
 def _makes(seed=None, made=pair_loss):
@@ -48,12 +48,11 @@ KEYS = {
         jax.random.key(0), _keyed
     ),
     "seed=4294967296 must be": lambda _: _makes(2**32, _keyed),
-    "Predictions, free trainers and .* draw nothing": lambda _: jaxrec.make_eval_step(
+    "Predictions and free trainers draw nothing": lambda _: jaxrec.make_eval_step(
         SPEC, lambda params, activations, batch, rng: pair_predict(params, activations, batch)
     ),
-    "seed=0: free trainers and the emulation give a loss no key": lambda _: _emulated(_keyed, seed=0),
-    r"returned variables \['bias'\], but free trainers and the emulation apply gradients alone: train with": lambda _: (
-        _freely(_keeps_statistics)
+    r"returned variables \['bias'\], but free trainers apply gradients alone: train with": lambda _: _freely(
+        _keeps_statistics
     ),
 }
 refused(KEYS)
@@ -79,13 +78,6 @@ def _(directory):
     )
 
 
-ONE = jaxrec.EmbeddingSpec(SPEC.tables, SPEC.lookups, shards=1)
-
-
-def _emulated(made, seed=None):
-    Emulation(jaxrec.Task(ONE, made, DENSE, ROWS, seed=seed), PARAMS, trainers=1, seed=3).run([pair_batch()])
-
-
 def _freely(made, seed=None, batches=2):
     """Train freely over tables that must stay unchanged; set _freely.left to the number of batches not taken."""
     tables, stream = HostTables.create(SPEC, ROWS), iter([pair_batch() for _ in range(batches)])
@@ -104,7 +96,7 @@ def _keeps_statistics(params, *args):
 
 @situation(
     "free trainers of a loss that draws, whose streams are not begun", ValueError,
-    "seed=0: free trainers and the emulation give a loss no key, as they apply gradients in any order; make a Task ",
+    "seed=0: free trainers give a loss no key, as they apply gradients in any order; make a Task ",
 )  # fmt: skip
 def _(directory):
     try:
@@ -151,6 +143,5 @@ VARIABLES = {
     ),
     r"returned bfloat16\[\] as 'bias'": lambda _: _returns({}, {"bias": jnp.zeros((), jnp.bfloat16)}),
     r"returned {} as 'bias', but the parameters have float32": lambda _: _returns({}, {"bias": {}}),
-    "free trainers and the emulation apply gradients": lambda _: _emulated(_keeps_statistics),
 }
 refused(VARIABLES)

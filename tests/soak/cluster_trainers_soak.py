@@ -1,7 +1,7 @@
 """Kill or stop trainers, servers and sync servers on Ray at random: nothing may hang, every example counts once.
 
-    python experiments/cluster_trainers_soak.py --minutes 10    what `make soak` runs
-    python experiments/cluster_trainers_soak.py --preset smoke  two trainers and three deaths; two minutes
+    python tests/soak/cluster_trainers_soak.py --minutes 10    what `make soak` runs
+    python tests/soak/cluster_trainers_soak.py --preset smoke  two trainers and three deaths; two minutes
 
 Four trainers of two workers each run freely over two servers (`jaxrec.cluster.pool`), synchronised in the background by
 EASGD over two sync servers. Every 20 seconds a process is killed (`os.kill(pid, 9)`) or stopped for good (SIGSTOP): a
@@ -17,15 +17,19 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
-from studies.pauses import Timed, longest_by_state, state_at
+from pauses import Timed, longest_by_state, state_at
 from studies.pool_kills import KINDS, processes_of
 from studies.server_kills import END_S, alive_after, of_its_own
 

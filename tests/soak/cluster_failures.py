@@ -1,53 +1,40 @@
 """Measure what server failures really cost: CPR compared with full recovery and with no failure, processes killed.
 
-    python experiments/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
-    python experiments/cluster_failures.py --preset smoke      small tables and one kill; two minutes
-    python experiments/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
-    python experiments/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
+    python tests/soak/cluster_failures.py                     1 GB of tables at 2 servers, 3 kills; ten minutes
+    python tests/soak/cluster_failures.py --preset smoke      small tables and one kill; two minutes
+    python tests/soak/cluster_failures.py --trace FILE        gaps and servers of a trace, scaled to the run
+    python tests/soak/cluster_failures.py --kill trainers servers sync    of a pool of free-running trainers
 
-DLRM on synthetic clicks, with rows at server processes on this machine, started by Ray (`jaxrec.cluster`), and four
-batches in flight (OAC). Arms: `none` has no recovery and no failure; `full` rolls back to the newest whole image;
-`vanilla` saves whole images and restores only lost shards; `mfu` and `ssu` save first the rows that these schemes pick.
-All arms save at the same steps. Servers are killed by `os.kill(pid, 9)` when the same steps are committed, drawn from a
-seeded gamma law or taken from a trace (InfiniteHBD's JSON, or the records of LANL). **All costs are measured, on one
-machine**: network and disks of a cluster differ.
-
-`seconds_kill_to_next_step` is the median, over the kills of the partial arms, from the signal to the end of the next
-step. Its parts: noticing the death; starting the successor; restoring its shards; resuming, as batches in flight are
-gathered anew; with full recovery, repeating the lost steps. `saving` is the time for which saves blocked training or
-its writes. Time spent on comparing the rows of surviving servers before and after a recovery
-(`survivors_bit_identical`) is excluded. An overhead is the time of an arm divided by that of `none`, minus 1, from the
-first step to the last write; `cpr_overhead_percent` is that of mfu. `equal_to_serial`: rows, slots and dense state of
-each partial arm are bitwise those of `Serial` over tables in this process that loses the same shards at the same steps,
-and full recovery ends with the bits of `none`. `auc_lost` comes from one seed, so it is hardly significant.
-
-`*_modelled` follows from equations (1) to (6) of jaxrec/cpr/schedule.py, with these measured costs instead of assumed
-ones, and N_emb servers of which one fails at a time.
-
-`--kill` with more than servers kills processes of those kinds in turn in a pool of free-running trainers
-(`jaxrec.cluster.pool`) that S-EASGD synchronises in the background. Arms: `none`, without saves, and `killed`, with an
-image of the rows every ten seconds. A kill is due when the trainers have made so many steps together.
-`KIND_seconds_until_all_step`: from the signal until every trainer with work left has made another step, a successor its
-first one; the pool is looked at ten times a second. Regime: free-running, measured.
+DLRM with OAC over server processes of this machine, which are killed by `os.kill(pid, 9)` at the same steps in every
+arm but `none`; all arms save at the same steps. **All costs are measured, on one machine.** `equal_to_serial`: a
+partial arm has the bits of `Serial` that loses the same shards at the same steps; full recovery has those of `none`.
+`seconds_kill_to_next_step` is a median over the partial arms, an overhead the time of an arm over that of `none`, minus
+1; comparing the rows of survivors is excluded. `*_modelled`: equations (1) to (6) of jaxrec/cpr/schedule.py with these
+costs. With --kill, processes of those kinds die in turn; `KIND_seconds_until_all_step`: until every trainer with work
+left has made another step. Result: experiments/results/two_cores_cpu/cluster_failures*.json.
 """
 
 import dataclasses
 import functools
 import itertools
 import statistics
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
 import numpy as np
 import optax
-from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, stacked_bars, unread
+from cluster_work import SCHEMES, ClusterJob, Killer
+from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, unread
 from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
 from main.pools import SharedStream
 from main.report import number
-from studies.cluster_work import ARMS, SCHEMES, ClusterJob, Killer
 from studies.failure_traces import load_infinitehbd, load_lanl
 from studies.pool_kills import KINDS, click_stream, pool_figures, trained_pool
+from studies.recovery_overheads import ARMS, PARTS, draw_overheads
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
@@ -58,7 +45,6 @@ from jaxrec.loop import evaluate
 from jaxrec.prefetch import planned
 from jaxrec.shadowsync import easgd
 
-PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
 SMOOTHED = 8  # steps per point of a picture
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "steps": 64, "batch_size": 256, "kills": 1},
@@ -249,13 +235,6 @@ def finding(results: Mapping[str, Any], arm: str) -> str:
     )
 
 
-def finding_overheads(results: Mapping[str, Any]) -> str:
-    """Return the caption of the picture of all arms."""
-    percent = {arm: results[f"{arm}_overhead_percent"] for arm in ARMS if arm != "none"}
-    each = ", ".join(f"{arm} {number(value, 3)} %" for arm, value in sorted(percent.items(), key=lambda one: one[1]))
-    return f"Measured overhead, kills in each arm: {results['full_kills']}. {each}"
-
-
 def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[str, Any]) -> None:
     """Draw the rate of new examples over time, each arm beside none, with kills marked; and the parts of overheads."""
     lines = {arm: rates(killer.times, config.batch_size or 0) for arm, killer in killers.items()}
@@ -265,17 +244,6 @@ def draw(run: Run, config: Config, killers: dict[str, Killer], results: Mapping[
         if arm != "none":
             plot(run.directory / f"rates_{arm}.png", panels, "seconds", finding(results, arm), marks=marks)
     draw_overheads(run.directory / "overheads.png", results)
-
-
-def draw_overheads(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw the parts of the overhead of each arm."""
-    parts = {
-        f"{arm}: {number(results[f'{arm}_overhead_percent'], 3)} % in all": {
-            part: results[f"{arm}_{part}_percent"] for part in (*PARTS, "saving")
-        }
-        for arm in ARMS if arm != "none"
-    }  # fmt: skip
-    stacked_bars(path, parts, "parts, % of the time of none", finding_overheads(results))
 
 
 def rates(times: list[tuple[float, int]], batch_size: int, every: int = SMOOTHED) -> tuple[list[float], list[float]]:

@@ -11,17 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optax
-from main.click_data import click_job, make_model, synthetic_clicks
-
-from jaxrec.callbacks import Callback, StepInfo
-from jaxrec.cluster import Cluster, Supervisor
-from jaxrec.cpr import Recovery, mfu, ssu
-from jaxrec.data.synthetic import scaled_cardinalities
-from jaxrec.embedding import HostTables, rowwise_adagrad
-from jaxrec.loop import evaluate, keep_memory
-from jaxrec.prefetch import planned
-from jaxrec.types import TrainState
-from studies.deaths import (
+from deaths import (
     DeltaWrites,
     Late,
     Log,
@@ -32,9 +22,18 @@ from studies.deaths import (
     digests,
     of_losses,
 )
+from main.click_data import click_job, make_model, synthetic_clicks
+
+from jaxrec.callbacks import Callback, StepInfo
+from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cpr import Recovery, mfu, ssu
+from jaxrec.data.synthetic import scaled_cardinalities
+from jaxrec.embedding import HostTables, rowwise_adagrad
+from jaxrec.loop import evaluate, keep_memory
+from jaxrec.prefetch import planned
+from jaxrec.types import TrainState
 
 SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "mfu": mfu, "ssu": ssu}
-ARMS = ("none", "full", *SCHEMES)
 WINDOW, SHARDS, TIMEOUT_S = 4, 8, 120.0
 FRACTION = 0.125  # r of MFU and SSU
 

@@ -1,6 +1,6 @@
 """Free-running trainers under stress and failures: no torn value, no lost update, no thread left, no other error.
 
-    python experiments/shadowsync_soak.py --minutes 10  what `make soak` runs
+    python tests/soak/shadowsync_soak.py --minutes 10  what `make soak` runs
 
 8 trainers with 2 Hogwild workers each, parameters donated at every step, every rule in turn with a fresh set of
 trainers, in shadows and in the foreground, random delays in the batches and in every round. The loss is linear with
@@ -18,10 +18,14 @@ the violations, and metrics.jsonl names them.
 import collections
 import dataclasses
 import itertools
+import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import jax
 import jax.numpy as jnp

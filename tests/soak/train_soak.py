@@ -1,6 +1,6 @@
 """train.py under kill -9, SIGTERM, SIGINT and SIGHUP, with each technique and all three, and with killed servers.
 
-    python experiments/train_soak.py --minutes 10  what `make soak` runs
+    python tests/soak/train_soak.py --minutes 10  what `make soak` runs
 
 No run may be lost or hang, and each must keep what its regime promises. Runs of train.py are stopped at random instants
 (while Python starts, while XLA compiles, in a step, in an evaluation, in a save, at the end) and resumed until they are
@@ -35,9 +35,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
 import numpy as np
+from main.children import TRAIN
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
-from studies.watching import (
+from tqdm import tqdm
+from watching import (
     Ended,
     Process,
     differences,
@@ -50,7 +54,6 @@ from studies.watching import (
     steps_saved,
     steps_told,
 )
-from tqdm import tqdm
 
 STEPS = 160
 SMALL = (
@@ -150,7 +153,7 @@ class Soak:
         """Start a train.py that begins or resumes a run; `temporary` is its directory for temporary files."""
         tables = workdir.with_name(workdir.name + ".tables")
         placed = [flag.format(tables=tables) for flag in COMBINATIONS[name].flags]
-        command = [sys.executable, str(Path(__file__).parent / "train.py"), *SMALL, *placed, *flags]
+        command = [sys.executable, str(TRAIN), *SMALL, *placed, *flags]
         return Process(
             [*command, "--workdir", str(workdir), "--resume"],
             self.environment | ({"TMPDIR": temporary} if temporary else {}),

@@ -1,6 +1,6 @@
 """Kill servers on Ray at random instants: no run may hang, end wrong, or leave processes or files.
 
-    python experiments/cluster_soak.py --kills 50  what `make soak` runs; about ten minutes
+    python tests/soak/cluster_soak.py --kills 50  what `make soak` runs; about ten minutes
 
 Small trainings over two servers, one batch after the other or with batches in flight, with whole saves, MFU, SSU and
 full recovery in turn; rows are read every few steps and at the end, when everything is saved once more, as in
@@ -16,16 +16,19 @@ are not compared.
 import contextlib
 import dataclasses
 import functools
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
 import numpy as np
+from cluster_work import SCHEMES, TIMEOUT_S, ClusterJob
+from deaths import Late, Log, NotingPipeline, NotingSerial, digests
 from main.cli import Flags, Run, command_line, refuse, rule_of_ray
-from studies.cluster_work import SCHEMES, TIMEOUT_S, ClusterJob
-from studies.deaths import Late, Log, NotingPipeline, NotingSerial, digests
 from studies.server_kills import END_S, Killing, alive_after, killing, of_its_own
 from tqdm import tqdm
 
