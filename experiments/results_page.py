@@ -26,13 +26,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cluster_failures
 import cpr_overhead
 import oac_throughput
 import shadowsync_isolation
 import shadowsync_quality
 import shadowsync_scaling
 from main.cli import command_line
+from studies import recovery_overheads
 
 from jaxrec.files import atomic_write, make_directory, write_text
 
@@ -57,7 +57,7 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     "cpr_overhead_criteo": lambda found, to: cpr_overhead.draw_accuracy(
         to / "accuracy.png", found["results"], found["config"]["failures"]
     ),
-    "cluster_failures": lambda found, to: cluster_failures.draw_overheads(to / "overheads.png", found["results"]),
+    "cluster_failures": lambda found, to: recovery_overheads.draw_overheads(to / "overheads.png", found["results"]),
 }
 BESIDE = {"oac_wide": "oac"}  # another file of the machine, whose results the picture of the first shows too
 

@@ -29,7 +29,7 @@ KINDS = ("measured", "emulated", "modelled", "simulated")
 CACHE_MAY_WARN = [part for verb in ("reading", "writing") for part in ("-W", f"ignore:Error {verb} persistent")]
 NOT_OF_THE_RUN = {"workdir", "resume", "path", "traces"}  # locations and outputs
 A_RUN = re.compile(
-    r"^### \w+, \w+\n`python experiments/(\w+)\.py([^`]*)`, (\d{4}-\d\d-\d\d), .*?"
+    r"^### \w+, \w+\n`python (?:experiments|tests/soak)/(\w+)\.py([^`]*)`, (\d{4}-\d\d-\d\d), .*?"
     r"\[(\w+)\.json\]\(\.\./experiments/results/(\w+/(\w+))\.json\)",
     re.M,
 )
