@@ -18,6 +18,7 @@ import itertools
 import mmap
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -266,7 +267,10 @@ def _start_releasing():
 
 def _release_dropped():
     while True:
-        _dropped.get()()
+        try:
+            _dropped.get()()
+        except Exception:  # those who wait for later ones must not wait for ever
+            traceback.print_exc()
 
 
 def _wait_for_releases():
