@@ -25,6 +25,7 @@ from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
+from jaxrec.shadowsync.stats import average_sync_gap
 from jaxrec.sharding import as_mesh, make_mesh
 from jaxrec.task import Task
 from jaxrec.types import PyTree, RowOptimizer, ShardsLost, TrainState
@@ -117,7 +118,7 @@ class Techniques:
             counters = self._engine.counters
             found["stale_share"] = counters["stale_rows"] / max(counters["rows"], 1)
         if self._sync:
-            found["sync_gap_steps"] = self._sync.average_sync_gap
+            found["sync_gap_steps"] = average_sync_gap([self._sync.steps], [self._sync.rounds])
             found["replica_spread"] = replica_spread(jax.device_get(state.dense.params))
         if isinstance(self._engine, FreeTrainers):
             # Before its first stretch, a resumed run has only the figures saved with its state.
