@@ -1,12 +1,13 @@
 """Measure what needs an accelerator, in parts (accelerator/*.py): each in its own process, within its own limit.
 
-    python experiments/on_accelerator.py --out DIR            all parts in order: 35 minutes at most
+    python experiments/on_accelerator.py --out DIR            all parts in order: 40 minutes at most
     python experiments/on_accelerator.py step_time --out DIR  one part
     python experiments/on_accelerator.py --out DIR --smoke    tiny, on any machine; figures mean nothing
 
-On a machine lent for ten minutes a command, run these five, each within its ten minutes:
+On a machine lent for ten minutes a command, run these six, each within its ten minutes:
 
     python experiments/on_accelerator.py pinned --out $OUT                 5 minutes
+    python experiments/on_accelerator.py oac_streams --out $OUT            5 minutes
     python experiments/on_accelerator.py step_time --out $OUT              8 minutes
     python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
     python experiments/on_accelerator.py shadow saves --out $OUT           5.5 minutes
@@ -43,7 +44,7 @@ from jaxrec.files import local_path, make_directory, write_json, write_text  # n
 
 
 class PartOfKit(NamedTuple):
-    """Module and function of a part, its share of the 35 minutes, and whether it needs an accelerator."""
+    """Module and function of a part, its share of the 40 minutes, and whether it needs an accelerator."""
 
     module: str
     function: str
@@ -53,6 +54,7 @@ class PartOfKit(NamedTuple):
 
 PARTS = {
     "pinned": PartOfKit("accelerator.pinned", "run", 5),
+    "oac_streams": PartOfKit("accelerator.oac_streams", "run", 5),
     "step_time": PartOfKit("accelerator.step_time", "run", 8),
     "oac": PartOfKit("accelerator.link", "run", 5),
     "oac_wide": PartOfKit("accelerator.link", "run_wide", 3.5),

@@ -12,7 +12,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -24,8 +24,7 @@ from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.table_use import BrokenEngine, TableUse
-from jaxrec.task import Task
-from jaxrec.types import Batch, ShardsLost, TrainState
+from jaxrec.types import Batch, Plan, ShardsLost, TrainState
 from jaxrec.validate import check_not_donated, donated
 
 
@@ -504,6 +503,13 @@ class Engine:
             callback.recover(tuple(sorted(shards)))
 
 
+class Stepper(Protocol):
+    """What `Serial` takes its steps from."""
+
+    def step(self, state: TrainState, batch: Batch, plans: dict[str, Plan] | None = None) -> tuple[TrainState, Any]:
+        """See `Task.step`."""
+
+
 class Serial(Engine):
     """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
@@ -514,7 +520,7 @@ class Serial(Engine):
             state = engine.train(batches)  # or: for state, metrics in engine.run(batches): ...
 
     Args:
-      task: Task, or anything else with its `step`.
+      task: Task, or anything else with its `step`; `oac.Overlap(task)` to overlap its steps over pinned tables.
       state: TrainState; it is donated.
       callbacks: see `Engine`.
       capacity: initial {stack: U} of the plans: `capacity_of` the last plans, to resume a run bitwise.
@@ -532,12 +538,13 @@ class Serial(Engine):
     """
 
     def __init__(
-        self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *,
+        self, task: Stepper, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *,
         capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__(callbacks)
         check_not_donated(state)
         self._state, self._task, self._capacity = state, task, capacity
+        self._announce: Callable = getattr(task, "announce", lambda plans: None)
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
         self._use: TableUse | None = None  # of the last run, if the tables are written in place
@@ -569,6 +576,7 @@ class Serial(Engine):
         try:
             self._finish_step()  # completes the last step of the previous run
             for batch, plans in ahead:
+                self._announce(ahead.peek())
                 metrics = self._train(plans, batch, ahead.forget)
                 yield self._state, metrics
                 self._losses.check(CHECK_EVERY_STEPS)

@@ -5,6 +5,7 @@ taken from it but not trained.
 """
 
 import collections
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from jaxrec.embedding import EmbeddingSpec, capacity_of, checked_plan, plan, unchecked_plan
 from jaxrec.interrupts import next_of, uninterrupted
 from jaxrec.sharding import to_device
-from jaxrec.types import Batch
+from jaxrec.types import Batch, Plan
 from jaxrec.validate import check_weight
 
 END = object()  # returned by `take` at the end of the stream
@@ -132,6 +133,7 @@ class PlanPrefetcher:
         self._taken: collections.deque = collections.deque()  # batches and errors, until `forget`
         # SimpleQueue is implemented in C: it has no Python lock that a Ctrl-C could leave held.
         self._made: queue.SimpleQueue = queue.SimpleQueue()  # (pair, error) in stream order
+        self._peeked: tuple | None = None  # taken out of `_made` by `peek`
         self._room: queue.SimpleQueue = queue.SimpleQueue()  # one token per batch that may be taken
         self._inside = self._left = False  # thread is in the stream; context was left
         self._lock = threading.RLock()  # reentrant: garbage collection may end a run at any line, even in the thread
@@ -148,23 +150,32 @@ class PlanPrefetcher:
     def __iter__(self) -> Iterator[tuple]:
         """Yield (Batch, {stack: Plan}); raise errors of the stream or of planning in stream order."""
         while True:
-            pair, error = next_of(self._made)
+            pair, error = self._peeked or self._checked(*next_of(self._made))
+            self._peeked = None
             if error is not None:
                 self.forget()
                 raise error
             if pair is None:
                 return
             self._room.put(None)
-            yield self._checked(*pair) if self._sends else pair
+            yield pair
 
-    def _checked(self, batch, plans):
+    def peek(self) -> dict[str, Plan] | None:
+        """Return the plans that are yielded next, if they are made already; None if not, or at the end."""
+        with contextlib.suppress(queue.Empty):
+            self._peeked = self._peeked or self._checked(*self._made.get_nowait())
+        return self._peeked[0][1] if self._peeked and self._peeked[0] else None
+
+    def _checked(self, pair, error):
+        if not (self._sends and pair):
+            return pair, error
+        batch, plans = pair
         try:
             plans = checked_plan(self._spec, batch.ids, plans)
-        except ValueError:
-            self.forget()
-            raise
+        except ValueError as refused:
+            return None, refused
         self._capacity = capacity_of(plans, self._capacity)
-        return batch, plans
+        return (batch, plans), None
 
     def forget(self) -> None:
         """Drop the oldest batch, which was trained or refused, so that it is not returned to the stream."""

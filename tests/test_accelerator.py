@@ -228,10 +228,10 @@ def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
         on_accelerator, "run_part", lambda name, command, out, seconds: not minutes.append(seconds / 60)
     )
     on_accelerator.main(on_accelerator.flags(["--out", str(tmp_path)]))
-    assert sum(minutes) <= 35 and max(minutes) <= 8
+    assert sum(minutes) <= 40 and max(minutes) <= 8
     minutes.clear()
     on_accelerator.main(on_accelerator.flags(["--out", str(tmp_path), "--minutes-per-part", "0.5"]))
-    assert minutes == [0.5] * 7
+    assert minutes == [0.5] * 8
     for line in on_accelerator.__doc__.splitlines():  # for a machine with ten minutes a command
         if "--out $OUT" in line:
             parts = line.partition("on_accelerator.py")[2].partition("--out")[0].split()
@@ -339,6 +339,21 @@ def test_pinned(tmp_path):
         assert all(figures[f"{what}_ms"]["median"] > 0 for what in ("pinned", "plan", "read", "put"))
     assert narrow["device_over_pinned"]["median"] > 0 and "device_ms" not in ten
     assert narrow["moved_gb"] == pytest.approx(4e-9 * narrow["unique_rows"] * 17)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_oac_streams(tmp_path):
+    needs_compiler()
+    found, rows = smoke("oac_streams", tmp_path)
+    assert found["left_out"] == []
+    *equality, wide, narrow, ten = rows.values()
+    for figures in equality:
+        assert all(figures[f"{way}_bitwise_equal"] for way in ("sync_again", "oac_1", "oac_4", "oac_16"))
+    for figures in (wide, narrow, ten):
+        assert all(figures[f"{way}_ms"]["median"] > 0 for way in ("sync", "oac_1", "oac_2", "oac_4", "read", "put"))
+        assert 0 < figures["oac_1_rows_of_the_ring"] < figures["oac_4_rows_of_the_ring"] < figures["unique_rows"]
+    assert wide["device_over_sync"]["median"] > 0 and "device_ms" not in ten
 
 
 @pytest.mark.slow

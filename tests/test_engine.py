@@ -26,8 +26,8 @@ import jaxrec
 from jaxrec import Callback, Serial
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.loader import Loader
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
-from jaxrec.oac import Pipeline
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, native, plan
+from jaxrec.oac import Overlap, Pipeline
 from jaxrec.prefetch import END, Stream
 from jaxrec.types import ShardsLost
 
@@ -51,11 +51,18 @@ def fresh(home):
     return TASK.init({"w": jnp.ones(4)}, tables)
 
 
+def played(state):
+    """The state; from here on, puts beside the programs end as late as they may, in all tests."""
+    native.load(jax.devices()[0]).jaxrec_play(3, 11)
+    return state
+
+
 ENGINES = {
     "serial over host tables": lambda callbacks=(): Serial(TASK, fresh("host"), callbacks),
     "serial over device tables": lambda callbacks=(): Serial(TASK, fresh("device"), callbacks),
     "serial over pinned tables": lambda callbacks=(): Serial(TASK, fresh("pinned"), callbacks),
     "serial over servers": lambda callbacks=(): Serial(TASK, fresh("remote"), callbacks),
+    "overlap": lambda callbacks=(): Serial(Overlap(TASK, window=3), played(fresh("pinned")), callbacks),
     "pipeline": lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, window=3),
     "pipeline in sync": lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, mode="sync"),
     "pipeline over servers": lambda callbacks=(): Pipeline(TASK, fresh("remote"), callbacks, window=3),

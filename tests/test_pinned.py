@@ -185,6 +185,7 @@ def test_memory_is_registered_until_the_tables_are_gone(monkeypatch):
     fake = types.SimpleNamespace(
         jaxrec_register=lambda at, size: calls.append(("register", at, size)),
         jaxrec_unregister=lambda at: calls.append(("unregister", at)),
+        jaxrec_wait=lambda device: None,
     )
     monkeypatch.setattr(native, "load", lambda device: fake)
     tables = PinnedTables.create(SPEC, ROWS)
@@ -205,7 +206,9 @@ def test_memory_that_the_driver_refuses_is_told_and_none_stays_registered(monkey
         return b"out of memory" if len(calls) == 3 else None
 
     gone = []
-    fake = types.SimpleNamespace(jaxrec_register=register, jaxrec_unregister=gone.append)
+    fake = types.SimpleNamespace(
+        jaxrec_register=register, jaxrec_unregister=gone.append, jaxrec_wait=lambda device: None
+    )
     monkeypatch.setattr(native, "load", lambda device: fake)
     with pytest.raises(OSError, match=r"refuses .* GB of host memory for the GPU \(out of memory\).*--tables host"):
         PinnedTables.create(SPEC, ROWS)
@@ -225,7 +228,7 @@ def test_devices_of_a_mesh_plan_the_batches_that_they_are_sent(home):
 
 def test_tables_that_are_dropped_stay_until_the_last_program_has_written_them(monkeypatch):
     events = []
-    release = lambda library, records, last: events.append(int(last[0].puts["width_4"][0]))
+    release = lambda library, records, last, wait: events.append(int(last[0].puts["width_4"][0]))
     monkeypatch.setattr(pinned, "release", release)
     state, _ = trained(PinnedTables.create(SPEC, ROWS), steps=3)
     del state

@@ -126,7 +126,7 @@ class Exactness:
         for batch in synthetic(self.job, 4)[1]:
             plans = plan(spec, batch.ids)
             rows, wanted = read(tables.traced, plans), tables.read(plans)
-            equal["read"] &= _same(rows, wanted)
+            equal["read"] &= same_bits(rows, wanted)
             new = jax.tree.map(lambda x: 2 * x + 1, rows)
             tables = tables.with_traced(put(tables.traced, plans, new))
             used = {name: np.arange(one.unique.shape[1]) < one.count[:, None] for name, one in plans.items()}
@@ -134,7 +134,7 @@ class Exactness:
                 name: jax.tree.map(lambda x, used=used[name]: np.where(used[..., None], x, 0), its)
                 for name, its in new.items()
             }
-            equal["put"] &= _same(tables.read(plans), zeroed)
+            equal["put"] &= same_bits(tables.read(plans), zeroed)
         return {f"{name}_bitwise_equal": found for name, found in equal.items()}
 
     def steps(self, _=None) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class Exactness:
             float(np.max(np.abs(a.astype(np.float64) - b), initial=0.0))
             for a, b in zip(jax.tree.leaves(pinned), jax.tree.leaves(device), strict=True)
         )
-        found = {"steps_bitwise_equal": _same(pinned, device), "again_bitwise_equal": _same(pinned, again)}
+        found = {"steps_bitwise_equal": same_bits(pinned, device), "again_bitwise_equal": same_bits(pinned, again)}
         return found | {"steps_largest_difference": worst}
 
     def _trained(self, place, task, params):
@@ -160,6 +160,7 @@ class Exactness:
             return jax.tree.map(np.asarray, (losses, engine.state.dense.params, rows))
 
 
-def _same(one, other):
+def same_bits(one: Any, other: Any) -> bool:
+    """Return whether all leaves of two trees have equal bytes."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

@@ -256,9 +256,9 @@ class TechniqueFlags(Flags):
     """Shards of every table; CPR's nodes."""
     pipeline: Literal["none", "sync", "semisync", "async", "oac"] = "none"
     """Over host or remote tables: oac overlaps batches, bitwise equal to sync; none trains one batch after the
-    other."""
+    other. Over pinned tables oac overlaps transfers and programs of the device."""
     window: int | None = None
-    """oac and async: batches in flight; default 8."""
+    """oac and async: batches in flight; default 8. Over pinned tables: batches in the ring; default 2."""
     stale_rows: Literal["planned", "device"] = "planned"
     """oac: where rows that arrive too old are found: in the host's plan, or on the device."""
     savings: bool = False
@@ -301,6 +301,11 @@ class TechniqueFlags(Flags):
     def by_host(self) -> bool:
         """Whether the host reads and writes the rows."""
         return self.tables in ("host", "remote")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the devices move rows beside their programs."""
+        return self.pipeline == "oac" and not self.by_host
 
     @property
     def number_of_servers(self) -> int:
@@ -381,12 +386,18 @@ def readers(config) -> dict[str, tuple[bool, Sequence[str]]]:
         "--data synthetic": (synthetic, ("rows", "curved", "preset")),
         "--data criteo or tabular": (not synthetic, ("path", "validation_fraction")),
         "raw Criteo files, with --data criteo and before they are prepared": (raw, tuple(PREPARATION)),
-        "--tables host or remote": (config.by_host, ("pipeline",)),
+        "--tables host, remote or, with oac, pinned": (
+            config.by_host or (config.tables == "pinned" and config.pipeline == "oac"),
+            ("pipeline",),
+        ),
         "--tables host": (config.tables == "host", ("table_directory",)),
         "--tables remote": (remote, ("servers", "ray_address")),
         "--tables remote with --cpr": (remote and cpr, ("spares",)),
         "--pipeline oac or async": (config.pipeline in ("oac", "async"), ("window",)),
-        "--pipeline oac": (config.pipeline == "oac", ("stale_rows", "savings")),
+        "--pipeline oac over --tables host or remote": (
+            config.pipeline == "oac" and config.by_host,
+            ("stale_rows", "savings"),
+        ),
         "--shadowsync easgd, ma or bmuf": (config.shadowsync != "none", rounds),
         "trainers that run freely, over --tables host or remote without --pipeline and --cpr": (
             config.free,

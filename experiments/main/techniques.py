@@ -22,7 +22,7 @@ from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
 from jaxrec.embedding import EmbeddingSpec, HostTables, Tables, create_tables
 from jaxrec.engine import Serial
 from jaxrec.files import Lock, local_path, make_directory, write_text
-from jaxrec.oac import Pipeline
+from jaxrec.oac import Overlap, Pipeline
 from jaxrec.shadowsync import FreeTrainers, Rule, SyncGroup, replica_spread
 from jaxrec.shadowsync.params import floating
 from jaxrec.shadowsync.stats import average_sync_gap
@@ -36,7 +36,7 @@ from main.flags import TechniqueFlags, given_failures, rule_of
 from main.run_dir import Run, cores, go_on_with
 
 SCHEMES: dict[str, Callable[[], Any]] = {"mfu": mfu, "ssu": ssu, "scar": scar}
-WINDOW = 8  # default
+WINDOW, OVERLAP_WINDOW = 8, 2  # defaults
 SYNC_SHARE = 1 / 80  # default share of this machine's cores for all synchronising threads
 MEASURED_STEPS = 12  # to measure costs by, before the run
 SERVER_TIMEOUT_S = 120.0  # also for the save and the restore of a server's rows
@@ -89,6 +89,8 @@ def make_engine(config, task: Task, state: TrainState, extra: Mapping[str, Any],
         return FreeTrainers(
             task, state, rule_of(config), stretch_steps=stretch_steps, workers=config.workers, past=past, **sync
         )
+    if config.overlaps:
+        return Serial(Overlap(task, config.window or OVERLAP_WINDOW), state, capacity=capacity)
     if config.pipeline == "none":
         return Serial(task, state, capacity=capacity)
     return Pipeline(

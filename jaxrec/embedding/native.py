@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 SOURCE = Path(__file__).with_name("pinned_rows.cu")
-_TARGETS = "jaxrec_read_rows", "jaxrec_put_rows"
+_TARGETS = "jaxrec_read_rows", "jaxrec_put_rows", "jaxrec_begin_read", "jaxrec_end_read", "jaxrec_begin_put"
 _REMEDY = "or keep the rows in HostTables, which are copied by the host (--tables host)"
 
 
@@ -51,11 +51,18 @@ def _load(kind: str, capability: str) -> ctypes.CDLL:
     library.jaxrec_register.restype = ctypes.c_char_p
     library.jaxrec_register.argtypes = ctypes.c_void_p, ctypes.c_uint64
     library.jaxrec_unregister.argtypes = (ctypes.c_void_p,)
+    library.jaxrec_wait.argtypes = (ctypes.c_int,)
     for name in _TARGETS:
         jax.ffi.register_ffi_target(
             name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu" if kind == "cpu" else "CUDA"
         )
     return library
+
+
+def wait_for_puts(library: ctypes.CDLL, mesh: jax.sharding.Mesh) -> None:
+    """Wait until the puts that programs have begun on the devices of a mesh have ended."""
+    for device in mesh.local_devices:
+        library.jaxrec_wait(device.local_hardware_id or 0)
 
 
 def cpu_command() -> list[str]:

@@ -61,24 +61,85 @@ class PinnedRows:
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "PinnedRows":
         """Store updated rows."""
-        puts = {name: self._put_stack(name, plan, rows[name]) for name, plan in plans.items()}
+        return self._after({name: self._put_stack(name, plan, rows[name]) for name, plan in plans.items()})
+
+    def begin_read(self, plans: dict[str, Plan], unfinished: int) -> tuple[dict[str, jax.Array], "PinnedRows"]:
+        """Begin to gather the planned records, beside the programs that follow, until `end_read`.
+
+        Args:
+          plans: {stack: Plan}; they must stay in memory until `end_read`. A row below 0 is not read and yields zeros.
+          unfinished: number of the last puts that need not have ended: their rows may be old, new or torn.
+
+        Returns:
+          {stack: f32[S, U, L]}, to be read after `end_read`, and these rows after the beginning.
+        """
+        found = {name: self._begin_read_stack(name, plan, unfinished) for name, plan in plans.items()}
+        puts = {name: puts for name, (_, puts) in found.items()}
+        return {name: records for name, (records, _) in found.items()}, self._after(puts)
+
+    def end_read(self) -> tuple[jax.Array, "PinnedRows"]:
+        """Make what follows wait for the last `begin_read`; return i32[] 0, and these rows after that.
+
+        Add the 0 to an operand of what reads the records: only then does XLA keep their order.
+        """
+        name = next(iter(self.puts))
+        shapes = jax.ShapeDtypeStruct(self.puts[name].shape, jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        puts, nothing = jax.ffi.ffi_call("jaxrec_end_read", shapes, has_side_effect=True)(self.puts[name])
+        return nothing, self._after({name: puts})
+
+    def begin_put(self, plans: dict[str, Plan], records: dict[str, jax.Array]) -> "PinnedRows":
+        """Begin to store records f32[S, U, L], beside the programs that follow.
+
+        Plans and records must stay in memory until the put has ended: at the `end_read` of one that had to wait for it,
+        at the next `read` or `put`, or when the host reads the rows.
+        """
+        return self._after(
+            {
+                name: self._call("jaxrec_begin_put", name, plan, self._token(name), records[name])
+                for name, plan in plans.items()
+            }
+        )
+
+    def rows_of(self, records: dict[str, jax.Array]) -> dict[str, Rows]:
+        """Split records f32[S, U, L] into values and slots."""
+        return {name: self._rows_of_stack(name, one) for name, one in records.items()}
+
+    def records_of(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> dict[str, jax.Array]:
+        """Join values and slots to records f32[S, U, L]; the inverse of `rows_of`."""
+        return {name: self._records_of_stack(name, plan, rows[name]) for name, plan in plans.items()}
+
+    def _after(self, puts):
         return dataclasses.replace(self, puts={**self.puts, **puts})
 
+    def _token(self, name):
+        return jax.ShapeDtypeStruct(self.puts[name].shape, jnp.int32)
+
+    def _records(self, name, plan):
+        return jax.ShapeDtypeStruct((*plan.unique.shape, places(self.layout[name])[1]), jnp.float32)
+
     def _read_stack(self, name, plan):
-        where, width = places(self.layout[name])
-        records = self._call("jaxrec_read_rows", name, plan, (*plan.unique.shape, width), jnp.float32)
+        return self._rows_of_stack(name, self._call("jaxrec_read_rows", name, plan, self._records(name, plan)))
+
+    def _begin_read_stack(self, name, plan, unfinished):
+        shapes = self._records(name, plan), self._token(name)
+        return self._call("jaxrec_begin_read", name, plan, shapes, unfinished=np.int64(unfinished))
+
+    def _put_stack(self, name, plan, rows):
+        return self._call("jaxrec_put_rows", name, plan, self._token(name), self._records_of_stack(name, plan, rows))
+
+    def _rows_of_stack(self, name, records):
+        where, _ = places(self.layout[name])
         parts = {part: records[..., place] for part, place in where.items()}
         return Rows(parts.pop("value"), parts)
 
-    def _put_stack(self, name, plan, rows):
+    def _records_of_stack(self, name, plan, rows):
         parts = fitting_parts(self.layout, name, plan, rows)
         where, width = places(self.layout[name])
         used = sum(place.stop - place.start for place in where.values())
         padding = jnp.zeros((*plan.unique.shape, width - used), jnp.float32)
-        records = jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
-        return self._call("jaxrec_put_rows", name, plan, self.puts[name].shape, jnp.int32, records)
+        return jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
 
-    def _call(self, target, name, plan, shape, dtype, *records):
+    def _call(self, target, name, plan, shapes, *records, **more):
         puts, stack = self.puts[name], self.spec.stacks[name]
         if len(plan.unique) != len(puts):
             raise ValueError(
@@ -86,8 +147,8 @@ class PinnedRows:
                 f"{stack.shards}: plan with their own spec."
             )
         # With a side effect, so that XLA neither drops a call nor makes it twice.
-        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(shape, dtype), has_side_effect=True)
-        fixed = {"shards": np.int64(stack.shards), "rows_per_shard": np.int64(stack.rows_per_shard)}
+        call = jax.ffi.ffi_call(target, shapes, has_side_effect=True)
+        fixed = {"shards": np.int64(stack.shards), "rows_per_shard": np.int64(stack.rows_per_shard), **more}
         return call(plan.unique, plan.count, self.address[name], puts, *records, **fixed)
 
 
@@ -125,8 +186,11 @@ class PinnedTables:
         self._host, self.spec, self.layout, self.puts = host, host.spec, host.layout, host.puts
         check_split(self.spec.shards, mesh)
         self._last: list[PinnedRows] = []  # `traced`, in a list that the finalizer shares
+        self.uses_by_host = 0  # accesses of `host`, each of which may have changed rows
         every = [one for shards in records.values() for one in shards]
-        _register(self, native.load(mesh.devices.flat[0]), every, self._last)
+        library = native.load(mesh.devices.flat[0])
+        self._wait = functools.partial(native.wait_for_puts, library, mesh)
+        _register(self, library, every, self._last, self._wait)
         address = {name: np.array([one.ctypes.data for one in shards], np.uint64) for name, shards in records.items()}
         self._last[:] = [
             PinnedRows(
@@ -162,9 +226,9 @@ class PinnedTables:
             shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
-    def with_traced(self, rows: PinnedRows) -> "PinnedTables":
-        """Return these tables after a program that has put rows once."""
-        self._last[:] = [rows]
+    def with_traced(self, rows: PinnedRows, *kept: Any) -> "PinnedTables":
+        """Return these tables after a program that has put rows once; they keep what an unfinished put still reads."""
+        self._last[:] = [rows, *kept]
         self.puts += 1
         return self
 
@@ -177,6 +241,8 @@ class PinnedTables:
     def host(self) -> HostTables:
         """The same rows as `HostTables`, once the devices have put the last ones."""
         jax.block_until_ready(self.traced.puts)
+        self._wait()
+        self.uses_by_host += 1
         return self._host
 
     @property
@@ -232,24 +298,27 @@ def _whole_pages(rows, width):
     return np.frombuffer(mmap.mmap(-1, 4 * rows * width), np.float32).reshape(rows, width)
 
 
-def _register(tables, library, records, last):
+def _register(tables, library, records, last, wait):
     """Give the devices access to the records for as long as the tables live."""
     for number, one in enumerate(records):
         if wrong := library.jaxrec_register(one.ctypes.data, one.nbytes):
-            release(library, records[:number], [])
+            release(library, records[:number], [], wait)
             raise OSError(
                 f"the driver refuses {one.nbytes / 1e9:.1f} GB of host memory for the GPU ({wrong.decode()}): make the "
                 "tables smaller, raise the limit of locked memory, or keep them in HostTables (--tables host)."
             )
     # The arguments keep the memory until the last program has written it, though the tables are gone.
-    drop = weakref.finalize(tables, _dropped.put, functools.partial(release, library, records, last))
+    drop = weakref.finalize(tables, _dropped.put, functools.partial(release, library, records, last, wait))
     atexit.register(drop)  # before `_wait_for_releases`, which is registered
 
 
-def release(library: ctypes.CDLL, records: Sequence[np.ndarray], last: Sequence[PinnedRows]) -> None:
+def release(
+    library: ctypes.CDLL, records: Sequence[np.ndarray], last: Sequence[PinnedRows], wait: Callable[[], None]
+) -> None:
     """Take the records from the devices, once the last program has put its rows."""
     with contextlib.suppress(RuntimeError):  # of a program that failed, which its step has raised
         jax.block_until_ready(last)
+    wait()
     for one in records:
         library.jaxrec_unregister(one.ctypes.data)
 

@@ -1,0 +1,270 @@
+"""OAC where the devices read and write the rows themselves: steps of one thread, whose transfers overlap the programs.
+
+    begin to read batch t + 1          on a stream of its own, beside the update of t
+    replay t, update t, append t       on the stream of the programs
+    begin to put batch t               on a stream of its own, beside the update of t + 1
+
+A batch is read while up to W - 1 puts before it are unfinished. Just before its update, the device looks up in a stamp
+of each row which batch has written it last: if that is one of the last W, the row is taken from the ring, which holds
+their records, and what was read is discarded, be it old, new or torn. So every step sees the rows of serial execution.
+A row that the ring will hold is not read at all: the ring is an exact cache of the rows of the last W batches.
+
+After OAC (OpenReview xHQeok6ZWX), see `ring`. Legend: W window, S shards, V rows of a shard, U padded unique rows per
+shard, L record width.
+"""
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrec.bounds import whole_number
+from jaxrec.embedding import PinnedTables
+from jaxrec.embedding.pinned import PinnedRows, places
+from jaxrec.sharding import EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
+from jaxrec.step import checked_plans
+from jaxrec.task import Metrics, Task
+from jaxrec.types import Array, Batch, Plan, Rows, TrainState
+
+_NEVER = -(2**31)
+
+
+class Ring(NamedTuple):
+    """The records of the last W batches, and the last writer of every row. The first axis is that of the shards."""
+
+    records: dict[str, Array]  # {stack: f32[S, W, U, L]}, those of batch t in slot t % W
+    writer: dict[str, Array]  # {stack: i32[S, V]} number of the batch that has written the row last
+    place: dict[str, Array]  # {stack: i32[S, V]} place of the row in that batch
+
+
+class Begun(NamedTuple):
+    """The rows of a batch that is being read, with the arguments, which must stay until that has ended."""
+
+    plans: dict[str, Plan]  # of the batch
+    unique: dict[str, Array]  # row numbers, -1 for rows that the ring will hold
+    records: dict[str, Array]
+
+
+class Overlap:
+    """The step of a task over `PinnedTables`, whose transfers overlap the programs: OAC for `Serial`, in one thread.
+
+        with Serial(Overlap(task, window=4), task.init(params, "pinned")) as engine:
+            state = engine.train(batches)
+
+    Bitwise equal to the step of the task. Nothing lags: whoever reads the tables, on the host or in a program, waits
+    for the puts that have begun. If the host has used the tables, or others have trained them, the ring is void, and
+    the next batch is read anew.
+
+    Args:
+      task: Task, whose `update` runs.
+      window: W, number of batches in the ring, of which one less may be unfinished when a batch is read. The ring holds
+        4 W U L bytes per shard and stack on the devices, and 8 V of stamps. More than 2 pay by what is not read.
+
+    >>> import jax.numpy as jnp, numpy as np, optax, jaxrec
+    >>> from jaxrec import EmbeddingSpec, Lookup, Serial, Table, sgd
+    >>> spec = EmbeddingSpec({'item': Table(9, 2)}, {'item': Lookup('item')})
+    >>> loss = lambda params, activations, batch: (activations['item'].sum(-1) + params - batch.label) ** 2
+    >>> task = jaxrec.Task(spec, loss, optax.sgd(0.1), sgd(0.1))
+    >>> batches = [jaxrec.Batch({'item': np.array([k % 3, 8])}, np.ones(2, np.float32)) for k in range(5)]
+    >>> with Serial(Overlap(task, window=2), task.init(jnp.zeros(()), 'pinned')) as engine:
+    ...     patched = [int(metrics['patched_rows']) for _, metrics in engine.run(batches)]
+    >>> patched  # row 8 is in each batch, and others come back after three
+    [0, 1, 1, 1, 1]
+    """
+
+    def __init__(self, task: Task, window: int = 2):
+        self.task, self.window = task, whole_number("window", window)
+        self._update: Callable = jax.jit(task.checked_update, donate_argnums=0)
+        self._programs = compile_programs(as_mesh(task.mesh), tuple(task.spec.stacks), self.window)
+        self._capacity: dict[str, int] = {}
+        self._ring: Any = None  # Ring
+        self._number = self._floor = 0  # of the next batch; batches before the floor are void
+        self._begun: Begun | None = None
+        self._announced: dict[str, Plan] | None = None
+        self._kept: collections.deque = collections.deque(maxlen=self.window + 1)  # what unfinished puts read
+        self._seen: tuple = ()
+
+    def announce(self, plans: dict[str, Plan] | None) -> None:
+        """Name the plans of the batch after the next `step`, which begins to read its rows; None for no batch."""
+        self._announced = plans
+
+    def step(self, state: TrainState, batch: Batch, plans: dict[str, Plan] | None = None) -> tuple[TrainState, Metrics]:
+        """See `Task.step`; metrics have 'patched_rows' i32[], the rows that the ring has provided.
+
+        Raises:
+          ValueError: also for other tables than `PinnedTables`.
+        """
+        plans = checked_plans(self.task.spec, state, batch, plans, self._capacity)
+        tables = state.tables
+        if not isinstance(tables, PinnedTables):
+            raise ValueError(f"Overlap is for PinnedTables, not {type(tables).__name__}: give Serial the task itself.")
+        self._attach(tables)
+        self._fit_ring(tables.traced, plans)
+        begun, traced = self._begun, tables.traced
+        if begun is None or begun.plans is not plans:
+            traced = self._drop_begun(traced)
+            begun, traced = self._begin(traced, plans)
+        number, floor = np.int32(self._number), np.int32(self._floor)
+        rows, patched, traced = self._programs["replay"](self._ring, traced, plans, begun.records, number, floor)
+        self._begun, upcoming, self._announced = None, self._announced, None
+        if upcoming is not None:
+            self._begun, traced = self._begin(traced, upcoming, ahead=1)
+        dense, new, metrics = self._update(state.dense, rows, plans, batch)
+        self._ring, records, traced = self._programs["append"](self._ring, traced, plans, new, number)
+        self._number += 1
+        self._kept.append((plans, records))
+        tables = tables.with_traced(traced, *self._kept, self._begun)
+        self._seen = _uses(tables)
+        return TrainState(dense, tables), {**metrics, "patched_rows": patched.sum()}
+
+    def _attach(self, tables):
+        """Void the ring and what is being read, if others have used the tables since the last step."""
+        if self._seen == _uses(tables):
+            return
+        self._drop_begun(tables.traced)
+        _ = tables.host  # waits for all puts, whoever has begun them
+        self._kept.clear()
+        self._floor, self._seen = self._number, _uses(tables)
+
+    def _begin(self, traced, plans, ahead=0):
+        number, floor = np.int32(self._number + ahead), np.int32(self._floor)
+        unique, records, traced = self._programs["begin"](self._ring, traced, plans, number, floor)
+        return Begun(plans, unique, records), traced
+
+    def _drop_begun(self, traced):
+        if self._begun is not None:
+            traced = self._programs["end"](traced)
+            self._begun = None
+        return traced
+
+    def _fit_ring(self, traced, plans):
+        capacity = tuple((name, plan.unique.shape[1]) for name, plan in plans.items())
+        if self._ring is None:
+            self._ring = self._programs["init"](traced, capacity)
+        elif any(self._ring.records[name].shape[2] < width for name, width in capacity):
+            self._ring = self._programs["widen"](self._ring, capacity)
+
+
+def _uses(tables):
+    """What changes whenever others read or write the rows."""
+    return weakref.ref(tables), int(tables.puts[0, 0]), tables.uses_by_host
+
+
+@functools.lru_cache
+def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: int) -> dict[str, Callable]:
+    """Return the jitted functions of this module, shared by all over a mesh."""
+    split = shardings(SPLIT, mesh)
+    plans = plan_specs(stacks)
+
+    def over(function, *inputs, **options):
+        # Not checked: a call of `PinnedRows` does not say over which axes its results vary.
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT, check_vma=False)
+        return jax.jit(mapped, **options)
+
+    return {
+        "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, EVERYWHERE, EVERYWHERE),
+        "replay": over(functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, EVERYWHERE),
+        "append": over(functools.partial(append, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
+        "end": over(lambda traced: traced.end_read()[1], SPLIT),
+        "init": jax.jit(functools.partial(_init, window), static_argnums=1, out_shardings=split),
+        "widen": jax.jit(_widen, static_argnums=1, out_shardings=split),
+    }
+
+
+def begin(window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array, floor: Array):
+    """Begin to read batch `number`, except rows that the ring will hold; return the rows read, records, tables."""
+    found = sources(window, ring, traced, plans, number, floor)
+    read = {
+        name: plan._replace(unique=jnp.where(found[name] >= 0, -1, plan.unique), inverse={})
+        for name, plan in plans.items()
+    }
+    records, traced = traced.begin_read(read, (window - 1) * len(plans))
+    return {name: plan.unique for name, plan in read.items()}, records, traced
+
+
+def replay(
+    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array,
+    floor: Array,
+) -> tuple[dict[str, Rows], Array, PinnedRows]:  # fmt: skip
+    """Return the rows of batch `number` as of serial execution, i32[1] how many of the ring, and the tables."""
+    nothing, traced = traced.end_read()
+    found = {name: one + nothing for name, one in sources(window, ring, traced, plans, number, floor).items()}
+
+    def one(name):
+        held = ring.records[name].reshape(len(records[name]), -1, records[name].shape[-1])
+        mine = jax.vmap(lambda of, place: of.at[place].get(mode="promise_in_bounds"))(held, jnp.maximum(found[name], 0))
+        return jnp.where(found[name][..., None] >= 0, mine, records[name])
+
+    patched = sum(jnp.sum(one >= 0, dtype=jnp.int32) for one in found.values())
+    return traced.rows_of({name: one(name) for name in records}), jnp.reshape(patched, 1), traced
+
+
+def append(
+    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], rows: dict[str, Rows], number: Array
+) -> tuple[Ring, dict[str, Array], PinnedRows]:
+    """Write batch `number` to the ring, and begin to put it; return ring, records and tables."""
+    records = traced.records_of(plans, rows)
+    held, writer, place = dict(ring.records), dict(ring.writer), dict(ring.place)
+    for name, plan in plans.items():
+        there = held[name]
+        mine = jnp.pad(records[name], [(0, 0), (0, there.shape[2] - plan.unique.shape[1]), (0, 0)])
+        held[name] = jax.lax.dynamic_update_index_in_dim(there, mine, number % window, axis=1)
+        at = jnp.where(_used(plan), plan.unique // traced.spec.stacks[name].shards, writer[name].shape[1])
+        # Padding is beyond the last row, each in a place of its own, as XLA may assume that places differ.
+        at = at + jnp.where(_used(plan), 0, jnp.arange(at.shape[1], dtype=jnp.int32)[None])
+        put = jax.vmap(lambda of, at, value: of.at[at].set(value, mode="drop", unique_indices=True), (0, 0, None))
+        writer[name] = put(writer[name], at, number)
+        place[name] = put(place[name], at, jnp.arange(at.shape[1], dtype=jnp.int32))
+    return Ring(held, writer, place), records, traced.begin_put(plans, records)
+
+
+def sources(
+    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array, floor: Array
+) -> dict[str, Array]:
+    """Return the place of each row of batch `number` in the ring of its shard, as i32[S, U] in [0, W U'); -1 if none.
+
+    Args:
+      window: W.
+      ring: Ring after an earlier batch.
+      traced: tables, of which the spec is used.
+      plans: {stack: Plan} of the batch.
+      number, floor: i32[]; batches before the floor do not count.
+    """
+
+    def one(name, plan):
+        row = plan.unique // traced.spec.stacks[name].shards
+        last, place = (
+            jax.vmap(lambda of, row, fill=fill: of.at[row].get(mode="fill", fill_value=fill))(leaf[name], row)
+            for leaf, fill in ((ring.writer, _NEVER), (ring.place, 0))
+        )
+        live = _used(plan) & (last >= jnp.maximum(number - window, floor))
+        return jnp.where(live, last % window * ring.records[name].shape[2] + place, -1)
+
+    return {name: one(name, plan) for name, plan in plans.items()}
+
+
+def _used(plan):
+    return jnp.arange(plan.unique.shape[1])[None] < plan.count[:, None]
+
+
+def _init(window, traced, capacity):
+    spec, shards = traced.spec, next(iter(traced.puts.values())).shape[0]
+    rows = {name: (shards, spec.stacks[name].rows_per_shard) for name, _ in capacity}
+    return Ring(
+        {name: jnp.zeros((shards, window, u, places(traced.layout[name])[1]), jnp.float32) for name, u in capacity},
+        {name: jnp.full(shape, _NEVER, jnp.int32) for name, shape in rows.items()},
+        {name: jnp.zeros(shape, jnp.int32) for name, shape in rows.items()},
+    )
+
+
+def _widen(ring, capacity):
+    wider = {
+        name: jnp.pad(ring.records[name], [(0, 0), (0, 0), (0, max(0, u - ring.records[name].shape[2])), (0, 0)])
+        for name, u in capacity
+    }
+    return ring._replace(records=wider)
