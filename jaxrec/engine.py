@@ -544,7 +544,7 @@ class Serial(Engine):
         super().__init__(callbacks)
         check_not_donated(state)
         self._state, self._task, self._capacity = state, task, capacity
-        self._announce: Callable = getattr(task, "announce", lambda plans: None)
+        self._announce: Callable | None = getattr(task, "announce", None)
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
         self._use: TableUse | None = None  # of the last run, if the tables are written in place
@@ -576,7 +576,8 @@ class Serial(Engine):
         try:
             self._finish_step()  # completes the last step of the previous run
             for batch, plans in ahead:
-                self._announce(ahead.peek())
+                if self._announce is not None:
+                    self._announce(ahead.peek())
                 metrics = self._train(plans, batch, ahead.forget)
                 yield self._state, metrics
                 self._losses.check(CHECK_EVERY_STEPS)

@@ -46,8 +46,8 @@ with Pipeline(task, state, [every(100, report)], window=4) as pipeline:
 """
 
 WITH_CPR = """
-from jaxrec.cpr import Recovery, measure, mfu, plan_recovery
-state, costs = measure(state, "run", mtbf_hours=0.5, total_hours=1, reschedule_hours=0.01)
+from jaxrec.cpr import Recovery, measure_costs, mfu, plan_recovery
+state, costs = measure_costs(state, "run", mtbf_hours=0.5, total_hours=1, reschedule_hours=0.01)
 saves = plan_recovery(costs, target_pls=0.1).in_steps(seconds_per_step=12)
 recovery = Recovery("run", **saves, scheme=mfu(), failures={200: [2, 5]})
 with Pipeline(task, state, [recovery], window=4) as pipeline:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import examples
 
 from jaxrec.cpr import counters, row_set
-from jaxrec.cpr.priority import budget_rows, mfu, random, round_robin, scar, ssu
+from jaxrec.cpr.priority import budget_rows, mfu, random_rows, round_robin, scar, ssu
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, host_plan
 from jaxrec.sharding import SPLIT, make_mesh, put_on_mesh
 from jaxrec.types import Plan
@@ -22,7 +22,7 @@ SCHEMES = {
     "ssu_every_2": ssu(),
     "scar": scar(),
     "round_robin": round_robin(),
-    "random": random(seed=3),
+    "random": random_rows(seed=3),
 }
 HOMES = ["host", "device", "device4", "jitted"]
 SHARDS, ROWS, WIDTH, IDS = 4, 150, 2, 12
@@ -278,7 +278,7 @@ def coverage(make, seed):
 
 
 def test_frequent_rows_are_covered_best_by_counting_then_by_listing():
-    makers = {"mfu": lambda seed: mfu(), "ssu": lambda seed: ssu(1), "random": random}
+    makers = {"mfu": lambda seed: mfu(), "ssu": lambda seed: ssu(1), "random": random_rows}
     found = {name: np.mean([coverage(make, seed) for seed in range(10)]) for name, make in makers.items()}
     assert found["mfu"] > found["ssu"] + 0.05 and found["ssu"] > found["random"] + 0.05, found
 

@@ -174,7 +174,7 @@ def test_a_write_that_does_not_fit_changes_nothing_and_may_come_again_as_it_shou
         good._replace(parts={"value": good.parts["value"]}),
         good._replace(unique=np.zeros((2, 1), np.int32)),
     ):
-        with pytest.raises(ValueError, match="a message"):
+        with pytest.raises(ValueError, match="a message|row numbers out of range"):
             server.answer("put", ME._replace(number=1), [1], {"width_4": wrong})
     with pytest.raises(ValueError, match="lie outside"):
         server.answer("take", ME, {("width_4", 1): np.array([401], np.int32)})

@@ -60,7 +60,7 @@ def _load(kind: str, capability: str) -> ctypes.CDLL:
 
 
 def wait_for_puts(library: ctypes.CDLL, mesh: jax.sharding.Mesh) -> None:
-    """Wait until the puts that programs have begun on the devices of a mesh have ended."""
+    """Wait until the reads and puts that programs have begun on the devices of a mesh have ended."""
     for device in mesh.local_devices:
         library.jaxrec_wait(device.local_hardware_id or 0)
 

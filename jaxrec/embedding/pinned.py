@@ -227,10 +227,14 @@ class PinnedTables:
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
     def with_traced(self, rows: PinnedRows, *kept: Any) -> "PinnedTables":
-        """Return these tables after a program that has put rows once; they keep what an unfinished put still reads."""
+        """Return these tables after a program that has put rows once; see `keep`."""
         self._last[:] = [rows, *kept]
         self.puts += 1
         return self
+
+    def keep(self, arrays: Any) -> None:
+        """Keep what a read or a put that has begun still uses, until `with_traced`, or until it has ended."""
+        self._last.append(arrays)
 
     @property
     def traced(self) -> PinnedRows:

@@ -152,8 +152,9 @@ class Beside {
     return begun_ ? ended(cudaStreamWaitEvent(stream, put_[(begun_ - 1) % kEvents])) : ffi::Error::Success();
   }
 
-  // For the host: wait until all puts have ended.
+  // For the host: wait until all that has begun has ended.
   void wait() {
+    if (reads_) cudaStreamSynchronize(reads_);
     if (puts_) cudaStreamSynchronize(puts_);
   }
 
@@ -362,7 +363,7 @@ const char* jaxrec_register(void* memory, uint64_t bytes) {
 
 void jaxrec_unregister(void* memory) { cudaHostUnregister(memory); }
 
-// Wait until the puts that programs have begun on a device have ended.
+// Wait until the reads and puts that programs have begun on a device have ended.
 void jaxrec_wait(int device) {
   int before = 0;
   cudaGetDevice(&before);

@@ -108,12 +108,12 @@ class Overlap:
         begun, traced = self._begun, tables.traced
         if begun is None or begun.plans is not plans:
             traced = self._drop_begun(traced)
-            begun, traced = self._begin(traced, plans)
+            begun, traced = self._begin(tables, traced, plans)
         number, floor = np.int32(self._number), np.int32(self._floor)
         rows, patched, traced = self._programs["replay"](self._ring, traced, plans, begun.records, number, floor)
         self._begun, upcoming, self._announced = None, self._announced, None
         if upcoming is not None:
-            self._begun, traced = self._begin(traced, upcoming, ahead=1)
+            self._begun, traced = self._begin(tables, traced, upcoming, ahead=1)
         dense, new, metrics = self._update(state.dense, rows, plans, batch)
         self._ring, records, traced = self._programs["append"](self._ring, traced, plans, new, number)
         self._number += 1
@@ -131,10 +131,12 @@ class Overlap:
         self._kept.clear()
         self._floor, self._seen = self._number, _uses(tables)
 
-    def _begin(self, traced, plans, ahead=0):
+    def _begin(self, tables, traced, plans, ahead=0):
         number, floor = np.int32(self._number + ahead), np.int32(self._floor)
         unique, records, traced = self._programs["begin"](self._ring, traced, plans, number, floor)
-        return Begun(plans, unique, records), traced
+        begun = Begun(plans, unique, records)
+        tables.keep(begun)  # though this step may fail
+        return begun, traced
 
     def _drop_begun(self, traced):
         if self._begun is not None:
