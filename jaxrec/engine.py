@@ -1,9 +1,8 @@
 """Engines, which train a state over a stream of batches: the base class and the serial engine.
 
 `Engine` is the interface that techniques use, with what all engines share: one run at a time, the `with` block and its
-callbacks. `SnapshotSchedule` holds the snapshots, the steps at
-which a state will be saved. `Serial` runs batches one after the other; `jaxrec.oac.Pipeline` overlaps several, with
-bitwise the same results.
+callbacks. `SnapshotSchedule` holds the snapshots, the steps at which a state will be saved. `Serial` runs batches one
+after the other; `jaxrec.oac.Pipeline` overlaps several, with bitwise the same results.
 
 Legend: B batch, U padded unique rows per shard.
 """

@@ -138,14 +138,7 @@ def test_without_ray_it_says_so(monkeypatch):
 @pytest.mark.xdist_group("ray")
 def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [
-        sys.executable,
-        SOAK / "cluster_failures.py",
-        "--preset",
-        "smoke",
-        "--workdir",
-        tmp_path,
-    ]
+    command = [sys.executable, SOAK / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
@@ -210,14 +203,7 @@ def test_a_pool_is_killed_in_turn_and_each_kill_is_over_when_every_trainer_that_
 @pytest.mark.xdist_group("ray")
 def test_every_kind_of_process_of_a_pool_is_killed_in_one_run_and_no_example_is_missing(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [
-        sys.executable,
-        SOAK / "cluster_failures.py",
-        "--preset",
-        "smoke",
-        "--workdir",
-        tmp_path,
-    ]
+    command = [sys.executable, SOAK / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
     more = ["--kill", "trainers", "servers", "sync", "--kills", "3", "--steps", "300"]
     done = subprocess.run([*command, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -154,7 +154,7 @@ def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
 
 def _unrepaired(window, ring, traced, plans, records, number, floor):
     nothing, traced = traced.end_read()
-    return traced.rows_of({name: of + nothing for name, of in records.items()}), jnp.reshape(nothing, 1), traced
+    return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing, traced
 
 
 def _too_early(window, ring, traced, plans, number, floor):
@@ -211,6 +211,39 @@ def test_more_batches_in_the_ring_leave_fewer_rows_to_read(play):
         with Serial(Overlap(TASK, window), state_of()) as engine:
             read.append(-sum(int(metrics["patched_rows"]) for _, metrics in engine.run(map(batch_at, range(20)))))
     assert read == sorted(read, reverse=True) and read[0] > read[-1]
+
+
+def test_other_tables_are_noticed_though_they_have_been_used_as_often(play):
+    """The ring of the first tables must not supply rows of the second ones."""
+    play(5)
+    batch, stepping, one = batch_at(0), Overlap(TASK, 2), state_of()
+    plans = plan(SPEC, batch.ids)
+    other, wanted = (state_of()._replace(tables=zeroed(state_of().tables)) for _ in range(2))
+    one, _ = stepping.step(one, batch, plans)
+    while one.tables.uses_by_host < other.tables.uses_by_host:
+        one.tables.parts("width_4")
+    one, _ = stepping.step(one, batch, plans)  # uses them on the host, once
+    other.tables.parts("width_4")
+    for _ in range(2):
+        other, _ = TASK.step(other, batch, plans)
+    uses = [(int(state.tables.puts[0, 0]), state.tables.uses_by_host) for state in (one, other)]
+    assert uses[0] == uses[1]
+    other, _ = stepping.step(other, batch, plans)
+    for _ in range(3):
+        wanted, _ = TASK.step(wanted, batch, plans)
+    assert same(bits(other), bits(wanted))
+
+
+def test_another_batch_than_the_one_announced_gets_its_own_rows(play):
+    play(5)
+    batches = [batch_at(step) for step in range(6)]
+    plans = [plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}) for batch in batches]
+    state, wanted, stepping = state_of(), state_of(), Overlap(TASK, 2)
+    for step, batch in enumerate(batches):
+        stepping.announce(plans[0])
+        state, _ = stepping.step(state, batch, plans[step])
+        wanted, _ = TASK.step(wanted, batch, plans[step])
+    assert same(bits(state), bits(wanted))
 
 
 def test_other_tables_are_refused():

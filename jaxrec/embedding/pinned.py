@@ -226,9 +226,9 @@ class PinnedTables:
             shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
-    def with_traced(self, rows: PinnedRows, *kept: Any) -> "PinnedTables":
-        """Return these tables after a program that has put rows once; see `keep`."""
-        self._last[:] = [rows, *kept]
+    def with_traced(self, rows: PinnedRows) -> "PinnedTables":
+        """Return these tables after a program that has put rows once."""
+        self._last[:] = [rows]
         self.puts += 1
         return self
 

@@ -26,7 +26,7 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import PinnedTables
 from jaxrec.embedding.pinned import PinnedRows, places
-from jaxrec.sharding import EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
+from jaxrec.sharding import AXES, EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
 from jaxrec.step import checked_plans
 from jaxrec.task import Metrics, Task
 from jaxrec.types import Array, Batch, Plan, Rows, TrainState
@@ -118,9 +118,10 @@ class Overlap:
         self._ring, records, traced = self._programs["append"](self._ring, traced, plans, new, number)
         self._number += 1
         self._kept.append((plans, records))
-        tables = tables.with_traced(traced, *self._kept, self._begun)
+        tables = tables.with_traced(traced)
+        tables.keep((*self._kept, self._begun))
         self._seen = _uses(tables)
-        return TrainState(dense, tables), {**metrics, "patched_rows": patched.sum()}
+        return TrainState(dense, tables), {**metrics, "patched_rows": patched}
 
     def _attach(self, tables):
         """Void the ring and what is being read, if others have used the tables since the last step."""
@@ -163,14 +164,23 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     split = shardings(SPLIT, mesh)
     plans = plan_specs(stacks)
 
-    def over(function, *inputs, **options):
+    def over(function, *inputs, results=SPLIT, **options):
         # Not checked: a call of `PinnedRows` does not say over which axes its results vary.
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT, check_vma=False)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=results, check_vma=False)
         return jax.jit(mapped, **options)
 
     return {
         "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, EVERYWHERE, EVERYWHERE),
-        "replay": over(functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, EVERYWHERE),
+        "replay": over(
+            functools.partial(replay, window),
+            SPLIT,
+            SPLIT,
+            plans,
+            SPLIT,
+            EVERYWHERE,
+            EVERYWHERE,
+            results=(SPLIT, EVERYWHERE, SPLIT),
+        ),
         "append": over(functools.partial(append, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),
         "init": jax.jit(functools.partial(_init, window), static_argnums=1, out_shardings=split),
@@ -193,7 +203,7 @@ def replay(
     window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array,
     floor: Array,
 ) -> tuple[dict[str, Rows], Array, PinnedRows]:  # fmt: skip
-    """Return the rows of batch `number` as of serial execution, i32[1] how many of the ring, and the tables."""
+    """Return the rows of batch `number` as of serial execution, i32[] how many of the ring, and the tables."""
     nothing, traced = traced.end_read()
     found = {name: one + nothing for name, one in sources(window, ring, traced, plans, number, floor).items()}
 
@@ -203,7 +213,7 @@ def replay(
         return jnp.where(found[name][..., None] >= 0, mine, records[name])
 
     patched = sum(jnp.sum(one >= 0, dtype=jnp.int32) for one in found.values())
-    return traced.rows_of({name: one(name) for name in records}), jnp.reshape(patched, 1), traced
+    return traced.rows_of({name: one(name) for name in records}), jax.lax.psum(patched, AXES), traced
 
 
 def append(
