@@ -27,8 +27,9 @@ import optax
 from demo import environment
 from main.cli import Flags, Run, command_line, grid, listing, paired_interval, refuse, unread
 from main.click_data import click_job, make_model, synthetic_clicks
+from main.config import config_of
+from main.recovering import Recovering
 from main.signals import stop_on_signals
-from main.techniques import TechniqueFlags, Techniques, claim_devices, make_engine, mesh_of, recovery_of, saves_every
 from studies.reference import ratio
 from studies.turns import in_turns
 from sweep import trained_arms
@@ -40,9 +41,9 @@ from jaxrec.sharding import make_mesh
 
 POINTS = [(512, 16), (2048, 16), (512, 64), (2048, 64)]  # batch size, width
 SIDES = {
-    "serial": TechniqueFlags(tables="host"),
-    "sync": TechniqueFlags(tables="host", pipeline="sync"),
-    "all": TechniqueFlags(tables="host", pipeline="oac", shadowsync="ma", trainers=2, cpr="mfu"),
+    "serial": config_of(tables="host"),
+    "sync": config_of(tables="host", pipeline="sync"),
+    "all": config_of(tables="host", pipeline="oac", shadowsync="ma", trainers=2, cpr="mfu"),
 }
 
 MARGIN_AUC = -0.0005
@@ -82,21 +83,23 @@ class Side:
     """One configuration to train, which keeps its state between rounds."""
 
     def __init__(self, name: str, config: Config, batches: list, width: int, opened: contextlib.ExitStack):
-        flags = SIDES[name]
+        parts = SIDES[name]
         self.batches = batches
-        mesh = mesh_of(flags) if flags.replicas > 1 else make_mesh(devices=jax.devices()[:2])
+        mesh = parts.trainers.mesh() if parts.trainers.replicas > 1 else make_mesh(devices=jax.devices()[:2])
         job = click_job(
             scaled_cardinalities(config.rows), make_model("dlrm", width), optax.adam(1e-3), rowwise_adagrad(0.02),
-            width, flags.shards, config.seed,
+            width, parts.home.shards, config.seed,
         )  # fmt: skip
         job = job.on(mesh)
         state = job.state("host", config.seed)
-        self.engine = opened.enter_context(make_engine(flags, job.task, state, {}, 1))
-        Techniques(flags, self.engine)
-        if flags.cpr != "none":
+        self.engine = opened.enter_context(parts.trainers.engine(parts.engine, job.task, state, {}, 1))
+        parts.trainers.enter(self.engine)
+        if isinstance(parts.saves, Recovering):
             saved = Path(opened.enter_context(tempfile.TemporaryDirectory()))
-            every = saves_every(flags, self.engine, None, config.steps, lambda number: iter(()))
-            self.engine.enter(recovery_of(flags, saved, config.steps, every, None, "all-three", lambda step: {}))
+            every = parts.saves.saves_every(self.engine, None, config.steps, lambda number: iter(()))
+            self.engine.enter(
+                parts.saves.recovery(saved, config.steps, every, job.spec.shards, config.seed, run="all-three")
+            )
 
     def turn(self, skip: int, counted: int) -> float:
         """Steady-state seconds per batch of one run: `counted` batches after the first `skip`."""
@@ -133,7 +136,7 @@ def measure(config: Config, batch_size: int, width: int, rounds: int, counted: i
 
 def rates(config: Config) -> dict:
     """Measure all points; return the contents of results.json."""
-    claim_devices(SIDES["all"])
+    SIDES["all"].trainers.claim_devices(SIDES["all"].home.shards, None)
     keep_memory()
     rounds, counted = {"smoke": (2, 4), "default": (24, 12), "paper": (96, 24)}[config.preset]
     points = POINTS[:1] if config.preset == "smoke" else POINTS

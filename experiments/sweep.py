@@ -113,7 +113,7 @@ def trained_arms(
     logged = [(row["arm"], row["seed"]) for row in run.metrics()]
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
-        words = ["--preset", preset, "--seed", str(seed), *flags, *of_seed(seed)]
+        words = [*([] if preset == "default" else ["--preset", preset]), "--seed", str(seed), *flags, *of_seed(seed)]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
         if (arm, seed) not in logged:
             run.log({"arm": arm, "seed": seed} | found[arm][-1])

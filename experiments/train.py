@@ -18,110 +18,71 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Literal
 
-from main.cli import Run, command_line, paired_interval, refuse, say, unread
-from main.click_data import ClickJob, click_job, make_model
-from main.flags import DataFlags, LearningFlags, TechniqueFlags, data_of, optimizers, rules_of
+from main.cli import Run, command_line, paired_interval, refuse, say
+from main.click_data import ClickJob, Data
+from main.config import Config, Evaluations, parse
+from main.homes import Placed
 from main.plots import draw, table
 from main.pools import train_pool
-from main.recorder import Past, Recorder, check_seeds, resumed
+from main.recorder import Recorder, check_seeds, resumed
+from main.recovering import Periodic
 from main.run_dir import go_on_with
-from main.saving import Best, PeriodicSaves, RecoverySaves
+from main.saving import Best
 from main.signals import Asked, Stopped, stop_on_signals
 from main.subsets import refusals
-from main.table_data import table_job
-from main.techniques import (
-    Home,
-    Techniques,
-    as_saved,
-    claim_devices,
-    home_of,
-    job_of,
-    make_engine,
-    mesh_of,
-    own,
-    recovery_of,
-    saves_every,
-)
+from main.trainers import Processes
 
 from jaxrec.callbacks import StepInfo
-from jaxrec.checkpoint import Checkpointer
 from jaxrec.cpr import RolledBack
 from jaxrec.loop import keep_memory
 from jaxrec.types import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(TechniqueFlags, LearningFlags, DataFlags):
-    """Flags of the main job; unset flags follow from the data and the preset."""
-
-    evaluations: int = 8
-    """Number of evaluations of the validation set (without one, of the test set), evenly over the run."""
-    patience: int | None = None
-    """Stop after this many evaluations without a better one (by --monitor, the AUC unless it is given), and keep and
-    test the best state."""
-    monitor: Literal["auc", "log_loss", "gauc"] | None = None
-    """Keep and test the state that is the best by this figure of the validation, also without --patience."""
-    group: str | None = None
-    """A categorical field, such as the user: evaluations also give the mean AUC within its categories (GAUC)."""
-    seeds: int = 1
-    """Train this many times, each with its own seed, and report the mean with its interval."""
-    save_every_steps: int | None = None
-    """Save the state every k steps, 0 for never. By default saving costs at most 1 % of the time, and with --cpr the
-    interval follows from --target-pls. The state is saved at the end and on Ctrl-C, SIGTERM and SIGHUP anyway."""
-    resume: bool = False
-    """Resume the run in --workdir: bit for bit, unless trainers run freely or CPR restores rows of several steps."""
-    requeue: bool = False
-    """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
-    or scontrol requeue)."""
-
-    @property
-    def monitored(self) -> str | None:
-        """Figure of the validation by which the best state is kept; None to keep none."""
-        return self.monitor or (None if self.patience is None else "auc")
 
 
 class Over(Exception):
     """Raised to end training between two steps."""
 
 
-def make_job(config: Config, data) -> ClickJob:
-    """Build the model, its loss and its optimizers from the flags."""
-    model = make_model(config.model, config.embedding_width)
-    steps = -(-data.steps // config.replicas) if config.free else data.steps  # steps of one trainer
-    how = optimizers(config, steps)
-    size = config.embedding_width, config.shards, config.seed
-    if data.table is not None:
-        return job_of(config, table_job(data.table, model, *how, *size))
-    return job_of(config, click_job(data.cardinalities, model, *how, *size))
-
-
-def train_to_the_end(config: Config, run: Run, asked: Asked, home: Home) -> dict:
-    """Train to the end, or until asked to stop; return the contents of results.json."""
-    data = data_of(config)
+def data_of(config: Config) -> Data:
+    """Open the data that the flags select, and say what to expect."""
+    data = config.source.open(config.seed)
     say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
-    job = make_job(config, data).on(mesh_of(config))
-    refuse(refusals(job.spec, config.group, ()))
-    initial = as_saved(config, job.task, job.state(home.tables(job.task), config.seed))
+    return data
+
+
+def job_of(config: Config, data: Data) -> ClickJob:
+    """Build the model, its loss and its optimizers from the flags."""
+    job = config.learning.job(data, config.trainers.steps_of_one(data.steps), config.home.shards, config.seed)
+    return job._replace(task=config.trainers.task(job.task))
+
+
+def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> dict:
+    """Train to the end, or until asked to stop; return the contents of results.json."""
+    data, looks, trainers, saving = data_of(config), config.looks, config.trainers, config.saves
+    assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
+    job = job_of(config, data).on(trainers.mesh())
+    refuse(refusals(job.spec, looks.group, ()))
+    initial = trainers.initial(job.task, job.state(home.tables(job.task), config.seed))
     state, image, past = resumed(run, initial, data.vocabulary_digest)
-    stretch = max(1, min(100, data.steps // config.evaluations))
-    with make_engine(config, job.task, state, past.extra, stretch) as engine, asked.held():
+    stretch = max(1, min(100, data.steps // looks.evaluations))
+    with trainers.engine(config.engine, job.task, state, past.extra, stretch) as engine, asked.held():
         recorder = Recorder(
-            run, data, job.spec, job.eval_step(), engine.step, past, asked, config.evaluations, config.group
+            run, data, job.spec, job.eval_step(), engine.step, past, asked, looks.evaluations, looks.group
         )
         engine.enter(recorder.show)
-        techniques = Techniques(config, engine)
-        lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if config.cpr != "none" else 0
+        sync = trainers.enter(engine)
+        lost_before = recorder.watch_failures(engine, lambda: bool(home.lost)) if saving.cpr != "none" else 0
         home.watch(engine)
-        extra = lambda step: recorder.extra(step) | {"techniques": techniques.extra()}
+        extra = lambda step: recorder.extra(step) | {"techniques": trainers.extra(engine)}
         first = lambda number: engine.run(itertools.islice(data.train(0), number))
-        saves = enter_saves(config, engine, run, home, data.steps, image, past, extra, first)
+        saves = saving.enter(engine, run, home, data.steps, config.seed, image, past.extra, extra, first)
         if lost_before:
             saves.count_failed(lost_before)
-        recorder.figures = lambda state, step_metrics: techniques.figures(state, step_metrics) | saves.figures()
-        best = Best(run, f"{recorder.watched}_{config.monitored}", extra) if config.monitored else None
-        look, stop = last_callbacks(config, engine, recorder, saves, best, asked)
+        recorder.figures = lambda state, step_metrics: (
+            config.engine.figures(engine) | trainers.figures(engine, sync, state, step_metrics) | saves.figures()
+        )
+        best = Best(run, f"{recorder.watched}_{looks.monitored}", extra) if looks.monitored else None
+        look, stop = last_callbacks(looks.patience, engine, recorder, saves, best, asked)
         engine.enter(look)
         engine.enter(stop)
         while True:
@@ -161,20 +122,7 @@ def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
     return found
 
 
-def enter_saves(config: Config, engine, run: Run, home: Home, steps: int, image, past: Past, extra, first_steps):
-    """Enter what saves the run: a recovery with --cpr, else periodic saves of the whole state."""
-    directory = run.directory / "checkpoints"
-    if config.cpr == "none":
-        checkpointer = engine.enter(Checkpointer(directory, run=run.id, copy=home.copy))
-        return engine.enter(PeriodicSaves(checkpointer, config.save_every_steps, extra, past.extra.get("saving")))
-    every = saves_every(config, engine, run, steps, first_steps)
-    recovery = engine.enter(recovery_of(config, directory, steps, every, image, run.id, extra, home.copy))
-    if image is None:
-        recovery.save_whole()  # so that the run can resume from its first step
-    return RecoverySaves(recovery)
-
-
-def last_callbacks(config: Config, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
+def last_callbacks(patience: int | None, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
     """Return the last two callbacks: one evaluates the state at rest, the other ends training between two steps."""
 
     def look(info: StepInfo) -> None:
@@ -188,7 +136,6 @@ def last_callbacks(config: Config, engine, recorder: Recorder, saves, best: Best
             engine.exclusive(at_rest)
 
     def stop(info: StepInfo) -> None:
-        patience = config.patience
         if asked or (best is not None and patience and best.evaluations_since(recorder.history) >= patience):
             raise Over
 
@@ -216,9 +163,9 @@ def stopped(asked: Asked, step: int, unsaved: str | None, run: Run) -> BaseExcep
 
 def main(config: Config) -> dict:
     """Run one training job, or one for each seed; return the contents of results.json."""
-    refuse(rules(config))
+    config.check()
     keep_memory()  # before JAX starts its threads
-    claim_devices(config)
+    config.trainers.claim_devices(config.home.shards, config.source.batch_size)
     with stop_on_signals() as asked:
         return one(config, asked) if config.seeds == 1 else each_seed(config, asked)
 
@@ -229,22 +176,16 @@ def one(config: Config, asked: Asked) -> dict:
         results = run.read_json("results.json")
         check_seeds(run, 1)
         if not results.get("last_state_saved"):
-            if config.in_processes:
-                return in_processes(config, run, asked)
-            with own(config.table_directory, run.id), home_of(config, run) as home:
+            if isinstance(config.trainers, Processes):
+                data = data_of(config)
+                results = train_pool(config, run, data, job_of(config, data), asked)
+                run.close(results, table(results))
+                return results
+            with config.home.opened(run) as home:
                 return train_to_the_end(config, run, asked, home)
         say(f"{run.directory} is complete, nothing is left to do:")
         say(table(results))
         return results
-
-
-def in_processes(config: Config, run: Run, asked: Asked) -> dict:
-    """Run one training job by a pool of trainers."""
-    data = data_of(config)
-    say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
-    results = train_pool(config, run, data, make_job(config, data), asked)
-    run.close(results, table(results))
-    return results
 
 
 def each_seed(config: Config, asked: Asked) -> dict:
@@ -259,45 +200,17 @@ def each_seed(config: Config, asked: Asked) -> dict:
             except Stopped as its:
                 raise Stopped(its.signal, f"stopped in seed {seed}; {go_on_with(run)}") from its
         results: dict = {"seeds": config.seeds}
-        names = ["test_auc", *(["test_gauc"] if config.group else []), "test_log_loss", "test_normalized_entropy"]
+        names = [
+            "test_auc",
+            *(["test_gauc"] if "test_gauc" in found[0] else []),
+            "test_log_loss",
+            "test_normalized_entropy",
+        ]
         for name in (*names, "examples_per_s"):
             results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
         run.close(results)
         return results
 
 
-def rules(config: Config) -> dict[str, object]:
-    """Return {problem and remedy: whether it applies} for all flags of this job."""
-    watched = config.data != "criteo" or config.validation_fraction > 0
-    read_by: dict[str, tuple[bool, tuple[str, ...]]] = {
-        "the same command started again, with --workdir and --resume": (
-            config.workdir is not None and config.resume,
-            ("requeue",),
-        ),
-        "a run with a validation, of --validation-fraction 0.1, say": (watched, ("patience", "monitor")),
-        "--cpr without --save-every-steps": (config.save_every_steps is None, ("recovery_costs",)),
-        "trainers in one process, as with --tables host or a --pipeline (others are tested at the end alone)": (
-            not config.in_processes,
-            ("evaluations", "patience", "monitor", "group", "validation_fraction", "save_every_steps"),
-        ),
-        "a single seed": (config.seeds == 1, ("table_directory",)),
-    }
-    of_this_job = {
-        "--model din weighs a history by a candidate: give --data tabular, with a Sequence, or another model.": (
-            config.model == "din" and config.data != "tabular"
-        ),
-        "--monitor gauc is the mean AUC within groups: give --group FIELD too, such as the user.": (
-            config.monitor == "gauc" and config.group is None
-        ),
-        f"--patience {config.patience} never ends {config.evaluations} evaluations early: give more --evaluations.": (
-            config.patience is not None and config.patience >= config.evaluations
-        ),
-        "--save-every-steps 0 saves nothing that --cpr could restore: leave one of them out.": (
-            config.cpr != "none" and config.save_every_steps == 0
-        ),
-    }
-    return unread(config, read_by) | of_this_job | rules_of(config)  # which ends with that of Ray
-
-
 if __name__ == "__main__":
-    command_line(main, Config, __doc__)
+    command_line(main, Config, __doc__, parse)

@@ -2,20 +2,18 @@
 
 import inspect
 import re
-import types
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import train
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from main import click_data, table_data
-from main.cli import refuse, refuse_small
 from main.click_data import criteo_clicks, criteo_of_seeds, make_model, set_apart, synthetic_clicks
-from main.flags import PREPARATION, DataFlags, data_of, preparation, prepared_directory, rules_of
+from main.config import config_of
+from main.sources import PREPARATION, Criteo, Tabular, prepared_directory
 from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
 from trained_run import criteo_lines, write_lines
@@ -241,10 +239,8 @@ def test_rows_set_apart_and_the_others_are_a_partition_in_order(sizes, percent, 
 
 
 def checked(**flags):
-    config = train.Config(**flags)
-    refuse_small(config)
-    refuse(rules_of(config))
-    return config
+    config = config_of(**flags).check()
+    return config.source.open(config.seed)
 
 
 def test_the_flags_of_the_preparation_reach_it(tmp_path, monkeypatch, capsys):
@@ -252,29 +248,29 @@ def test_the_flags_of_the_preparation_reach_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     path = (raw_file(tmp_path / "train.txt"),)
     flags = {"path": path, "data": "criteo", "batch_size": 64}
-    hashed = data_of(checked(hash_cap=5, **flags))
+    hashed = checked(hash_cap=5, **flags)
     assert hashed.expectation.startswith("with the defaults DLRM reaches about 0.761 in one pass")
     assert max(hashed.cardinalities) <= 6 and hashed.examples == TRAINED
-    assert data_of(checked(path=path, data="criteo", seed=3)).examples == TRAINED
-    rare = data_of(checked(min_count=100, train_fraction=0.5, **flags))
-    assert max(rare.cardinalities) < min(data_of(checked(**flags)).cardinalities) and rare.examples == LINES // 2
-    random = data_of(checked(split="random", validation_fraction=0.1, **flags))
+    assert checked(path=path, data="criteo", seed=3).examples == TRAINED
+    rare = checked(min_count=100, train_fraction=0.5, **flags)
+    assert max(rare.cardinalities) < min(checked(**flags).cardinalities) and rare.examples == LINES // 2
+    random = checked(split="random", validation_fraction=0.1, **flags)
     assert (np.diff(lines_of(random.test())) > 1).any() and random.validation is not None
     with path[0].open("a") as file:
         file.write("no row\n")
     with pytest.raises(ValueError, match=r"train.txt, line 241: 1 fields, .*--max-bad-rows N"):
-        data_of(checked(split="random", train_fraction=0.7, **flags))
-    assert data_of(checked(max_bad_rows=1, train_fraction=0.5, **flags)).examples == LINES // 2
+        checked(split="random", train_fraction=0.7, **flags)
+    assert checked(max_bad_rows=1, train_fraction=0.5, **flags).examples == LINES // 2
     assert len(list(tmp_path.glob("train.*.prepared"))) == 6
     assert capsys.readouterr().out.count("preparing") == 7
     prepared = next(place for place in tmp_path.glob("train.*.prepared") if (place / "dataset_info.json").exists())
-    again = data_of(checked(path=(prepared,), data="criteo", batch_size=64))
+    again = checked(path=(prepared,), data="criteo", batch_size=64)
     assert again.steps > 0 and "preparing" not in capsys.readouterr().out
 
 
 def test_what_is_given_as_the_default_is_the_default():
     """Nothing is prepared twice, and directories of earlier versions are found again."""
-    assert preparation(DataFlags()) == preparation(DataFlags(min_count=6, split="time", train_fraction=5 / 6)) == {}
+    assert Criteo().preparation == Criteo(min_count=6, split="time", train_fraction=5 / 6).preparation == {}
     source = (Path("/data/train.txt"),)
     assert prepared_directory(source) == prepared_directory(source, {}) == Path("train.0b1fc966.prepared")
     assert prepared_directory(source, {"hash_cap": 9}) != prepared_directory(source)
@@ -284,7 +280,7 @@ def test_what_is_given_as_the_default_is_the_default():
 
 def test_flags_shape_the_run():
     flags = {"preset": "smoke", "rows": 500, "batch_size": 8}
-    data = data_of(checked(steps=6, epochs=3, shuffle=True, **flags))
+    data = checked(steps=6, epochs=3, shuffle=True, **flags)
     assert (data.steps, data.epoch_steps, data.examples) == (18, 6, 144)
     batches = [batch.dense.tobytes() for batch in data.train(0)]
     assert sorted(batches[:6]) == sorted(batches[6:12]) and batches[:6] != batches[6:12]
@@ -390,9 +386,8 @@ def prepared(tmp_path_factory):
     return folder
 
 
-def flags(directory, **others):
-    defaults = dict(batch_size=16, steps=None, epochs=2, shuffle=True, seed=3, validation_fraction=0.0, patience=None)
-    return types.SimpleNamespace(path=(directory,), **(defaults | others))
+def opened(directory, **flags):
+    return Tabular(path=(directory,), batch_size=16, epochs=2, shuffle=True, **flags).open(seed=3)
 
 
 @pytest.mark.parametrize(
@@ -401,14 +396,14 @@ def flags(directory, **others):
     + [pytest.param(name, "everything", marks=pytest.mark.slow) for name in OTHERS],
 )
 def test_every_model_trains_on_every_kind_of_table(prepared, kind, name):
-    data = table_data.tabular_data(flags(prepared / kind))
+    data = opened(prepared / kind)
     job = table_data.table_job(data.table, make_model(name, 4), optax.sgd(0.1), sgd(0.1), 4, 2)
     _, metrics = job.task.step(job.state("host", 0), next(data.train(0)))
     assert jnp.isfinite(metrics["loss"])
 
 
 def test_a_run_goes_on_where_it_was_and_its_parts_have_no_row_in_common(prepared):
-    data = table_data.tabular_data(flags(prepared / "everything"))
+    data = opened(prepared / "everything")
     whole = list(data.train(0))
     assert len(whole) == data.steps == 2 * data.epoch_steps
     for later, batch in zip(data.train(7), whole[7:], strict=True):
@@ -420,16 +415,17 @@ def test_a_run_goes_on_where_it_was_and_its_parts_have_no_row_in_common(prepared
 
 def test_flags_that_do_not_fit_a_table_are_refused(prepared, tmp_path):
     with pytest.raises(ValueError, match="has validation rows of its own"):
-        table_data.tabular_data(flags(prepared / "everything", validation_fraction=0.1))
+        opened(prepared / "everything", validation_fraction=0.1)
     schema = Schema(label="y", features=FEATURES)
     prepare_table([prepared / "a.csv"], tmp_path / "out", schema)
-    with pytest.raises(ValueError, match="--patience 2 wants a validation"):
-        table_data.tabular_data(flags(tmp_path / "out", patience=2))
-    with pytest.raises(ValueError, match="--monitor gauc wants a validation"):
-        table_data.tabular_data(flags(tmp_path / "out", monitor="gauc"))
-    assert table_data.tabular_data(flags(tmp_path / "out", patience=2, validation_fraction=0.1)).validation
+    own = {"data": "tabular", "path": (tmp_path / "out",)}
+    with pytest.raises(ValueError, match="--patience 2 is for a run with a validation"):
+        checked(patience=2, **own)
+    with pytest.raises(ValueError, match="--monitor gauc is for a run with a validation"):
+        checked(monitor="gauc", group="a", **own)
+    assert checked(patience=2, validation_fraction=0.1, **own).validation
     with pytest.raises(ValueError, match="is no complete dataset"):
-        table_data.tabular_data(flags(tmp_path / "nothing"))
+        opened(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What a run reports of its techniques: failures at their steps, a table with units, and one picture of all three."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -16,9 +15,10 @@ from main import plots
 from main.cli import listing
 from main.signals import Stopped
 from test_runs import TINY, rows_of, signalled
+from trained_run import changed
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-FAILING = dataclasses.replace(TINY, tables="host", cpr="vanilla", fail=("3:3", "8:1,5", "12:0"), save_every_steps=2)
+FAILING = changed(TINY, tables="host", cpr="vanilla", fail=("3:3", "8:1,5", "12:0"), save_every_steps=2)
 LOST = [{"step": 3, "examples": 192, "shards": [3]}, {"step": 8, "examples": 512, "shards": [1, 5]}]
 
 
@@ -44,7 +44,7 @@ def dotted(picture):
 
 @pytest.mark.slow
 def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_all(tmp_path, pictures):
-    train.main(dataclasses.replace(FAILING, pipeline="oac", workdir=tmp_path))
+    train.main(changed(FAILING, pipeline="oac", workdir=tmp_path))
     # A failure follows the row of its step, so the next row reports it.
     assert {row["step"]: row["failures"] for row in rows_of(tmp_path)} == {3: [], 6: LOST[:1], 9: LOST[1:], 12: []}
     places, words = dotted(pictures[-1])
@@ -55,20 +55,20 @@ def test_a_row_tells_of_the_failures_since_the_one_before_and_the_picture_marks_
 
 @pytest.mark.slow
 def test_without_anything_that_recovers_no_failure_is_noted_nor_marked(tmp_path, pictures):
-    train.main(dataclasses.replace(TINY, workdir=tmp_path))
+    train.main(changed(TINY, workdir=tmp_path))
     assert all("failures" not in row for row in rows_of(tmp_path)) and not any(dotted(pictures[-1])[0])
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_tells_of_each_failure_once(tmp_path, monkeypatch, pictures):
-    whole, config = train.data_of, dataclasses.replace(FAILING, evaluations=1, workdir=tmp_path)
+    whole, config = train.data_of, changed(FAILING, evaluations=1, workdir=tmp_path)
     with monkeypatch.context() as patched:
         stream = lambda data: lambda start: signalled(data.train(start), 7, signal.SIGTERM)
         patched.setattr(train, "data_of", lambda flags: (data := whole(flags))._replace(train=stream(data)))
         with pytest.raises(Stopped):  # between the two failures
             train.main(config)
     assert rows_of(tmp_path) == []
-    train.main(dataclasses.replace(config, resume=True))
+    train.main(changed(config, resume=True))
     assert [row["failures"] for row in rows_of(tmp_path)] == [LOST]
     assert dotted(pictures[-1])[0][0] == [192, 512, 768]
 
@@ -89,7 +89,7 @@ def test_the_table_has_names_and_units_for_all_that_a_run_says():
 
 @pytest.mark.slow
 def test_nothing_of_a_run_is_left_over_below_its_table(tmp_path, capsys):
-    results = train.main(dataclasses.replace(FAILING, workdir=tmp_path, pipeline="oac", shadowsync="easgd"))
+    results = train.main(changed(FAILING, workdir=tmp_path, pipeline="oac", shadowsync="easgd"))
     table = capsys.readouterr().out.partition("Test set\n")[2].partition("run written")[0]
     assert not results.keys() - {line.key for group in plots.TABLE.values() for line in group}
     assert "\n\n" not in table and "_" not in table

@@ -8,6 +8,7 @@ import pytest
 import train
 from main import table_data
 from main.click_data import make_model
+from main.config import config_of
 
 import jaxrec
 from jaxrec.embedding import adagrad
@@ -85,4 +86,4 @@ def test_a_model_of_histories_wants_one():
     with pytest.raises(ValueError, match=r"--model din weighs a history .* \(tags\) shares the table of a column"):
         table_data.table_job(alone, DIN(), optax.adam(0.01), adagrad(0.1))
     with pytest.raises(ValueError, match="--model din weighs a history by a candidate: give --data tabular"):
-        train.main(train.Config(model="din", preset="smoke"))
+        train.main(config_of(model="din", preset="smoke"))

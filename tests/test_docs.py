@@ -17,6 +17,8 @@ import numpy as np
 import on_accelerator
 import pytest
 import tyro
+from main.config import PARTS, parse
+from main.run_dir import flat
 from results_page import anchor
 
 ROOT = Path(__file__).parent.parent
@@ -198,8 +200,9 @@ def config_of(experiment, flags):
     if experiment == "on_accelerator":
         with tempfile.TemporaryDirectory() as out:  # `flags` creates it
             return {"parts": on_accelerator.flags(shlex.split(flags.replace("--out DIR", f"--out {out}"))).parts}
-    found = tyro.cli(importlib.import_module(experiment).Config, args=shlex.split(flags))
-    return json.loads(json.dumps(dataclasses.asdict(found), default=str))
+    config = importlib.import_module(experiment).Config
+    found = parse(config, shlex.split(flags)) if experiment == "train" else tyro.cli(config, args=shlex.split(flags))
+    return json.loads(json.dumps(flat(found), default=str))
 
 
 def differences(wanted, found):
@@ -208,7 +211,12 @@ def differences(wanted, found):
         wanted = wanted | {"tables": wanted["tables"] or "device"}
     synthetic_only = {"rows"} if found.get("data") == "criteo" else set()
     shared = (wanted.keys() & found.keys()) - NOT_OF_THE_RUN - synthetic_only
-    gone = {name: ("no such flag", found[name]) for name in found.keys() - wanted.keys() - {"experiment", "run"}}
+    # Older runs of train.py have noted the flags of all parts, also of those that they did not have.
+    of_parts = (
+        {field.name for part in PARTS for field in dataclasses.fields(part)} if "learning_rate" in wanted else set()
+    )
+    known = wanted.keys() | of_parts | {"experiment", "run"}
+    gone = {name: ("no such flag", found[name]) for name in found.keys() - known}
     return gone | {name: (wanted[name], found[name]) for name in shared if wanted[name] != found[name]}
 
 

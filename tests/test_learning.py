@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from main.click_data import make_model
-from main.flags import OPTIMIZERS, ROW_OPTIMIZERS, LearningFlags, optimizers
+from main.learning import OPTIMIZERS, ROW_OPTIMIZERS, Learning
 
 from jaxrec.embedding import sgd
 
@@ -17,9 +17,8 @@ STEPS = 20
 
 def rates(steps=STEPS, **flags):
     """Learning rates of dense parameters and rows relative to their flags: f64[2, steps + 1]."""
-    dense, rows = optimizers(
-        LearningFlags(optimizer="sgd", row_optimizer="sgd", learning_rate=0.5, row_learning_rate=2.0, **flags), steps
-    )
+    learning = Learning(optimizer="sgd", row_optimizer="sgd", learning_rate=0.5, row_learning_rate=2.0, **flags)
+    dense, rows = learning.optimizers(steps)
     state, found = dense.init(jnp.zeros(())), []
     for step in range(steps + 1):
         change, state = dense.update(jnp.ones(()), state)
@@ -28,7 +27,7 @@ def rates(steps=STEPS, **flags):
     return np.array(found).T
 
 
-@pytest.mark.parametrize("schedule", typing.get_args(LearningFlags.__dataclass_fields__["schedule"].type))
+@pytest.mark.parametrize("schedule", typing.get_args(Learning.__dataclass_fields__["schedule"].type))
 @pytest.mark.parametrize("warmup", [0, 1, 8, STEPS - 1])
 def test_both_halves_follow_one_schedule_from_0_to_the_peak_to_the_end(schedule, warmup):
     dense, rows = rates(schedule=schedule, warmup_steps=warmup)
@@ -40,11 +39,11 @@ def test_both_halves_follow_one_schedule_from_0_to_the_peak_to_the_end(schedule,
 
 
 def test_without_a_schedule_the_programs_are_those_of_floats():
-    flags = LearningFlags(optimizer="adam", row_optimizer="sgd")
-    dense, rows = optimizers(flags, STEPS)
+    flags = Learning(optimizer="adam", row_optimizer="sgd")
+    dense, rows = flags.optimizers(STEPS)
     params = {"w": jnp.ones(3)}
     text = lambda optimizer: jax.jit(optimizer.update).lower(params, optimizer.init(params), params).as_text()
-    assert text(dense) == text(optax.adam(1e-3)) != text(optimizers(LearningFlags(schedule="cosine"), STEPS)[0])
+    assert text(dense) == text(optax.adam(1e-3)) != text(Learning(schedule="cosine").optimizers(STEPS)[0])
     of_rows = lambda optimizer: jax.jit(optimizer.update).lower(jnp.ones(3), jnp.ones(3), {}, jnp.int32(0)).as_text()
     assert of_rows(rows) == of_rows(sgd(0.02))
 
@@ -56,11 +55,11 @@ def test_a_warmup_that_takes_the_whole_run_is_refused(warmup):
 
 
 def test_every_choice_of_a_flag_is_there():
-    choices = {name: typing.get_args(field.type) for name, field in LearningFlags.__dataclass_fields__.items()}
+    choices = {name: typing.get_args(field.type) for name, field in Learning.__dataclass_fields__.items()}
     for name in choices["model"]:
         assert make_model(name, 8) is not None
     for dense in choices["optimizer"]:
         for rows in choices["row_optimizer"]:
             for schedule in choices["schedule"]:
-                assert len(optimizers(LearningFlags(optimizer=dense, row_optimizer=rows, schedule=schedule), 5)) == 2
+                assert len(Learning(optimizer=dense, row_optimizer=rows, schedule=schedule).optimizers(5)) == 2
     assert choices["optimizer"] == tuple(OPTIMIZERS) and choices["row_optimizer"] == tuple(ROW_OPTIMIZERS)

@@ -1,6 +1,5 @@
 """The main job with each of the three techniques: it learns, resumes at its last step, and reports losses."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -13,15 +12,16 @@ import evaluate
 import numpy as np
 import pytest
 import train
+from main.config import config_of
 from main.signals import Stopped
-from trained_run import criteo_lines, write_lines
+from trained_run import changed, criteo_lines, write_lines
 
 from jaxrec.checkpoint import images, read_manifest
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.data.criteo import prepare
 
 ROOT = Path(__file__).parent.parent
-TINY = train.Config(
+TINY = config_of(
     preset="smoke", rows=500, batch_size=64, steps=24, evaluations=3, embedding_width=8, model="small_dlrm",
     learning_rate=0.01, row_learning_rate=0.1,
 )  # fmt: skip
@@ -108,7 +108,7 @@ def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
 
 def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
     """Runs until a signal, then resumes to the end; returns the step of the stop and the results."""
-    config, begun = dataclasses.replace(TINY, workdir=directory, **flags), []
+    config, begun = changed(TINY, workdir=directory, **flags), []
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved") as stopped:
         stop_the_stream(patch, at)
         train.main(config)
@@ -116,7 +116,7 @@ def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
     assert step == image_of(directory).step
     with monkeypatch.context() as patch:
         change_data(patch, lambda data: data._replace(train=lambda k: begun.append(k) or data.train(k)))
-        results = train.main(dataclasses.replace(config, resume=True))
+        results = train.main(changed(config, resume=True))
     assert begun[0] == step  # no batch is trained twice or skipped
     return step, results
 
@@ -172,7 +172,7 @@ def check_learned(directory, results, flags):
 @pytest.mark.parametrize("name", [name if name in IN_ALL else slow(name) for name in EXACT])
 def test_stopped_and_resumed_it_has_the_bits_of_an_undisturbed_run(tmp_path, monkeypatch, capsys, name):
     flags = EXACT[name]
-    check_learned(tmp_path / "whole", train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags)), flags)
+    check_learned(tmp_path / "whole", train.main(changed(TINY, workdir=tmp_path / "whole", **flags)), flags)
     assert capsys.readouterr().out.startswith("batches of 64; test AUC to expect: ")
     step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags)
     assert 3 <= step < 24
@@ -204,14 +204,14 @@ def test_where_it_is_not_deterministic_it_goes_on_from_its_step(tmp_path, monkey
 )
 def test_with_a_mechanism_off_the_bits_are_others(tmp_path, on, off):
     for name, flags in (("on", on), ("off", off)):
-        train.main(dataclasses.replace(TINY, workdir=tmp_path / name, **flags))
+        train.main(changed(TINY, workdir=tmp_path / name, **flags))
     assert differences(tmp_path / "on", tmp_path / "off")
 
 
 @pytest.mark.slow
 def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch):
     flags = EXACT["easgd in the foreground"]
-    train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    train.main(changed(TINY, workdir=tmp_path / "whole", **flags))
 
     def forgetful(run, state, digest):
         found, *rest = resumed(run, state, digest)
@@ -231,7 +231,7 @@ def test_rounds_that_forget_their_centre_are_other_rounds(tmp_path, monkeypatch)
 @pytest.mark.parametrize("scheme", ["full", "vanilla", "mfu"])
 def test_a_failure_behind_a_stop_finds_what_was_saved_there(tmp_path, monkeypatch, scheme):
     flags = HOST | {"cpr": scheme, "fail": ("22:5",), "save_every_steps": 16}
-    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", **flags))
     step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=20)
     assert step > 16  # after the save to which the other run returns
     if scheme == "full":
@@ -258,7 +258,7 @@ def test_a_failure_behind_a_stop_finds_what_was_saved_there(tmp_path, monkeypatc
     ids=lambda flags: " ".join(f"{name} {value}" for name, value in flags.items()),
 )
 def test_failures_anywhere_are_survived(tmp_path, flags):
-    results = train.main(dataclasses.replace(TINY, workdir=tmp_path, **flags))
+    results = train.main(changed(TINY, workdir=tmp_path, **flags))
     lost = sum(word.count(",") + 1 for word in flags["fail"])
     assert results["steps"] == 24 and results["saves_failed"] == 0
     assert results["shards_failed"] == lost if flags["fail"] != ("gamma",) else results["shards_failed"] > 0
@@ -271,7 +271,7 @@ def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch)
     flags = {"data": "criteo", "path": (tmp_path / "rows",), "preset": "default", "rows": None, "batch_size": 16}
     flags |= {"steps": None, "epochs": 3, "shuffle": True, "validation_fraction": 0.1, "schedule": "linear"}
     flags |= EXACT["all three"] | {"table_directory": tmp_path / "tables"}
-    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", **flags))
     assert whole["steps"] == 36 and whole["examples"] == 3 * 180
     flags |= {"table_directory": tmp_path / "other tables"}
     step, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=30)
@@ -305,13 +305,13 @@ def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch,
         for index, batch in enumerate(batches, first)
     )  # labels are flipped from batch 8 on
     change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
-    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **own(stopping, "whole")))
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", **own(stopping, "whole")))
     values = [row[f"validation_{key}"] for row in rows_of(tmp_path / "whole")]
     best = int(np.argmin(values) if key == "log_loss" else np.argmax(values))
     assert len(values) == best + 3 < 12 and whole["steps"] == 2 * len(values) and whole["stopped_early"]
     assert whole["best_step"] == 2 * (best + 1) and whole[f"validation_{key}"] == values[best]
     shorter = flags | {"monitor": None, "evaluations": best + 1, "steps": 2 * (best + 1)}
-    alone = train.main(dataclasses.replace(TINY, workdir=tmp_path / "best", **own(shorter, "best")))
+    alone = train.main(changed(TINY, workdir=tmp_path / "best", **own(shorter, "best")))
     assert alone["test_auc"] == whole["test_auc"]
     _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, own(stopping, "cut"), at=2 * best + 4)
     assert {name: results[name] for name in results if name.startswith(("test", "best", "stop"))} == {
@@ -328,44 +328,44 @@ def test_a_state_whose_evaluation_was_left_off_is_not_taken_for_the_best(tmp_pat
     flags, looks = HOST | {"patience": 2, "workdir": tmp_path}, itertools.count()
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"saved at step {8 * (look + 1)}"):
         change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, look)))
-        train.main(dataclasses.replace(TINY, **flags))
+        train.main(changed(TINY, **flags))
     assert [read_manifest(path).step for path in images(tmp_path / "best")] == [8] * look
-    assert train.main(dataclasses.replace(TINY, **flags, resume=True))["steps"] == 24
+    assert train.main(changed(TINY, **flags, resume=True))["steps"] == 24
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_in_saving_its_best_state_evaluates_it_again(tmp_path, monkeypatch):
     """Else the last state would be tested in its place."""
     flags = HOST | {"patience": 2}
-    whole = train.main(dataclasses.replace(TINY, workdir=tmp_path / "whole", **flags))
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", **flags))
 
     def full(best, state, row):
         raise OSError("no space left")
 
-    config = dataclasses.replace(TINY, workdir=tmp_path / "cut", **flags)
+    config = changed(TINY, workdir=tmp_path / "cut", **flags)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
         patch.setattr(train.Best, "offer", full)
         train.main(config)
     assert not (tmp_path / "cut" / "metrics.jsonl").exists() or not rows_of(tmp_path / "cut")
-    assert train.main(dataclasses.replace(config, resume=True))["test_auc"] == whole["test_auc"]
+    assert train.main(changed(config, resume=True))["test_auc"] == whole["test_auc"]
     assert differences(tmp_path / "whole", tmp_path / "cut") == []
 
 
 @pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_vocabulary(tmp_path, monkeypatch):
-    config = dataclasses.replace(TINY, workdir=tmp_path, **HOST)
+    config = changed(TINY, workdir=tmp_path, **HOST)
     for digest in ("one", "another", "one"):
         with monkeypatch.context() as patch:
             change_data(patch, lambda data, digest=digest: data._replace(vocabulary_digest=digest))
             if digest == "another":
                 with pytest.raises(ValueError, match="was trained with another vocabulary"):
-                    train.main(dataclasses.replace(config, resume=True))
+                    train.main(changed(config, resume=True))
             elif not images(tmp_path / "checkpoints"):
                 with pytest.raises(Stopped):
                     stop_the_stream(patch, STOP_AT)
                     train.main(config)
             else:
-                assert train.main(dataclasses.replace(config, resume=True))["last_state_saved"]
+                assert train.main(changed(config, resume=True))["last_state_saved"]
 
 
 def signalled_at(batches, counts, wanted):
@@ -377,27 +377,27 @@ def signalled_at(batches, counts, wanted):
 
 @pytest.mark.slow
 def test_several_seeds_go_on_with_the_seed_that_was_stopped(tmp_path, monkeypatch):
-    config = dataclasses.replace(TINY, seeds=2, steps=8, workdir=tmp_path / "cut")
-    whole = train.main(dataclasses.replace(config, workdir=tmp_path / "whole"))
+    config = changed(TINY, seeds=2, steps=8, workdir=tmp_path / "cut")
+    whole = train.main(changed(config, workdir=tmp_path / "whole"))
     assert whole["test_auc_half_width"] > 0
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped in seed 0; .*--workdir .*/cut --resume"):
         stop_the_stream(patch, at=5)
         train.main(config)
-    results = train.main(dataclasses.replace(config, resume=True))
+    results = train.main(changed(config, resume=True))
     assert results["test_auc"] == whole["test_auc"]
     with pytest.raises(ValueError, match="holds runs of several seeds"):
-        train.main(dataclasses.replace(config, seeds=1, resume=True))
+        train.main(changed(config, seeds=1, resume=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("look", [0, 1])
 def test_free_trainers_that_were_stopped_in_an_evaluation_make_it_when_they_go_on(tmp_path, monkeypatch, look):
-    config, looks = dataclasses.replace(TINY, workdir=tmp_path, **INEXACT["free bmuf"]), itertools.count()
+    config, looks = changed(TINY, workdir=tmp_path, **INEXACT["free bmuf"]), itertools.count()
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match=f"saved at step {8 * (look + 1)}"):
         change_data(patch, lambda data: data._replace(validation=lambda: signalled_at(data.validation(), looks, look)))
         train.main(config)
-    train.main(dataclasses.replace(config, resume=True))
+    train.main(changed(config, resume=True))
     assert [row["step"] for row in rows_of(tmp_path)] == [8, 16, 24]
 
 
@@ -415,9 +415,9 @@ def test_an_interval_by_measured_costs_is_kept_when_the_run_goes_on(tmp_path, mo
     flags = {"cpr": "full", "recovery_costs": "measured", "workdir": tmp_path}
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         stop_the_stream(patch, at=20)
-        train.main(dataclasses.replace(TINY, **flags))
+        train.main(changed(TINY, **flags))
     measured = json.loads((tmp_path / "recovery.json").read_text())
-    results = train.main(dataclasses.replace(TINY, **flags, resume=True))
+    results = train.main(changed(TINY, **flags, resume=True))
     assert json.loads((tmp_path / "recovery.json").read_text()) == measured
     assert 1 <= measured["save_every_steps"] <= 24 and measured["save_hours"] > 0 < measured["partial_load_hours"]
     assert results["steps"] == 24 and results["last_state_saved"]

@@ -17,20 +17,21 @@ from kills import was_killed
 from test_runs import TINY
 from tqdm import tqdm
 from train_soak import Config, Soak
+from trained_run import changed
 from watching import Ended, Process, differences, judge, step_begun, steps_told
 
 from jaxrec.checkpoint import deltas, images
 from jaxrec.checkpoint.format import number_of
 
-SMALL = dataclasses.replace(TINY, model="small_dlrm", evaluations=2)
-OAC = dataclasses.replace(SMALL, tables="host", pipeline="oac", window=3, resume=True)
+SMALL = changed(TINY, model="small_dlrm", evaluations=2)
+OAC = changed(SMALL, tables="host", pipeline="oac", window=3, resume=True)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A run with neither OAC nor CPR."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    train.main(dataclasses.replace(SMALL, tables="host", workdir=directory))
+    train.main(changed(SMALL, tables="host", workdir=directory))
     return directory
 
 

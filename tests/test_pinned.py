@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from homes import ByPrograms, each_part, needs_compiler, tables_in
-from main.techniques import fits_devices
+from main.homes import fits_devices
 from strategies import draw_ids
 from test_tables import dense_table, small_spec
 from world import until

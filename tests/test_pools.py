@@ -1,7 +1,6 @@
 """What surrounds a pool of trainers: what it resumes from, how it is stopped, and how its pauses are told apart."""
 
 import contextlib
-import dataclasses
 import signal
 import threading
 import types
@@ -14,9 +13,9 @@ import optax
 import pytest
 from fleets import Fleet, InProcess
 from main.click_data import synthetic_clicks
-from main.flags import DataFlags, prepared_directory, with_absolute_paths
 from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
+from main.sources import Criteo, Synthetic, Tabular, prepared_directory
 from pauses import Timed, longest_by_state
 from test_remote import Supervised
 from test_sync_servers import InThread
@@ -203,11 +202,12 @@ def test_a_stop_saves_and_each_death_is_logged_once():
 
 def test_trainers_find_the_data_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    raw = DataFlags(data="criteo", path=(Path("train.txt"),), min_count=3)
+    raw = Criteo(path=(Path("train.txt"),), min_count=3)
     Path("prepared").mkdir()
-    assert with_absolute_paths(raw).path == (tmp_path / prepared_directory(raw.path, {"min_count": 3}),)
-    assert with_absolute_paths(dataclasses.replace(raw, path=(Path("prepared"),))).path == (tmp_path / "prepared",)
-    assert with_absolute_paths(DataFlags()) == DataFlags()
+    assert raw.from_anywhere().path == (tmp_path / prepared_directory(raw.path, {"min_count": 3}),)
+    for kind in (Criteo, Tabular):
+        assert kind(path=(Path("prepared"),)).from_anywhere().path == (tmp_path / "prepared",)
+    assert Synthetic().from_anywhere() == Synthetic()
 
 
 def test_pauses_are_told_apart_by_what_went_on_meanwhile(tmp_path, monkeypatch):

@@ -19,13 +19,13 @@ import pytest
 import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from main import flags as all_flags
 from main import saving
 from main.cli import Flags, Run
-from main.flags import TechniqueFlags
+from main.config import config_of
 from main.run_dir import to_json
 from main.saving import PeriodicSaves
 from main.signals import STOPPING, Stopped, stop_on_signals
+from trained_run import changed
 from watching import differences
 
 from jaxrec import StepInfo
@@ -42,7 +42,7 @@ class Small(Flags):
     resume: bool = False
 
 
-def config_of(directory):
+def written(directory):
     return json.loads((directory / "config.json").read_text())
 
 
@@ -51,7 +51,7 @@ def config_of(directory):
 
 def test_a_directory_is_a_run_from_the_first_second(tmp_path):
     with Run("a", Small(), tmp_path) as first:  # left before anything was logged
-        assert config_of(tmp_path)["run"] == first.id and len(first.id) == 16
+        assert written(tmp_path)["run"] == first.id and len(first.id) == 16
         with pytest.raises(ValueError, match="lock is locked"):
             Run("a", Small(), tmp_path, resume=True)
     with pytest.raises(ValueError, match="holds a run already"):
@@ -60,24 +60,24 @@ def test_a_directory_is_a_run_from_the_first_second(tmp_path):
         Run("a", Small(steps=4), tmp_path, resume=True)
     with pytest.raises(ValueError, match="begun with experiment a, not b"):
         Run("b", Small(), tmp_path, resume=True)
-    assert config_of(tmp_path)["steps"] == 3
+    assert written(tmp_path)["steps"] == 3
 
 
 def test_tables_that_programs_reach_go_on_wherever_the_run_keeps_them(tmp_path):
-    with Run("a", TechniqueFlags(tables="device"), tmp_path):  # as runs said before the choice was theirs
+    with Run("a", config_of(tables="device"), tmp_path):  # as runs said before the choice was theirs
         pass
     for tables in (None, "pinned", "device"):
-        with Run("a", TechniqueFlags(tables=tables), tmp_path, resume=True) as run:
+        with Run("a", config_of(tables=tables), tmp_path, resume=True) as run:
             assert run.resumed
     with pytest.raises(ValueError, match="begun with tables device, not host"):
-        Run("a", TechniqueFlags(tables="host"), tmp_path, resume=True)
+        Run("a", config_of(tables="host"), tmp_path, resume=True)
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):
     with Run("a", Small(), tmp_path) as before:
         pass
     with Run("a", Small(), tmp_path, resume=True) as again:
-        assert again.resumed and again.id == before.id == config_of(tmp_path)["run"]
+        assert again.resumed and again.id == before.id == written(tmp_path)["run"]
 
 
 @pytest.mark.process
@@ -411,7 +411,7 @@ def test_the_account_goes_on_in_the_next_process():
 
 # The main job, in this process.
 
-TINY = train.Config(preset="smoke", rows=500, batch_size=64, steps=12, evaluations=4, embedding_width=8)
+TINY = config_of(preset="smoke", rows=500, batch_size=64, steps=12, evaluations=4, embedding_width=8)
 
 
 def rows_of(directory):
@@ -423,7 +423,7 @@ def rows_of(directory):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
-    train.main(dataclasses.replace(TINY, workdir=directory))
+    train.main(changed(TINY, workdir=directory))
     return directory
 
 
@@ -442,7 +442,7 @@ def test_the_main_job_has_its_golden_figures(undisturbed):
 
 
 def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
-    train.main(dataclasses.replace(TINY, workdir=undisturbed, resume=True))
+    train.main(changed(TINY, workdir=undisturbed, resume=True))
     said = capsys.readouterr().out
     assert "is complete, nothing is left to do" in said and "_" not in said.partition("to do:")[2]
     places = [said.index(words) for words in ("Test set\n  AUC ", "Training\n  steps ", "Saving\n  saves ")]
@@ -451,17 +451,17 @@ def test_the_table_of_the_main_job_has_units_and_groups(undisturbed, capsys):
 
 @pytest.mark.slow
 def test_another_model_is_trained_and_is_another_run(tmp_path):
-    config = dataclasses.replace(TINY, model="dcnv2", steps=6, evaluations=2, workdir=tmp_path)
+    config = changed(TINY, model="dcnv2", steps=6, evaluations=2, workdir=tmp_path)
     results = train.main(config)
     assert results["steps"] == 6
     losses = [row["train_loss"] for row in rows_of(tmp_path)]
     assert losses[1] < losses[0] != pytest.approx(GOLDEN["train_loss"][0], rel=1e-3)
     with pytest.raises(ValueError, match="begun with model dcnv2, not dlrm"):
-        train.main(dataclasses.replace(config, model="dlrm", resume=True))
+        train.main(changed(config, model="dlrm", resume=True))
 
 
 def test_the_test_set_is_the_same_at_every_batch_size():
-    few, many = (all_flags.data_of(dataclasses.replace(TINY, batch_size=size)) for size in (64, 256))
+    few, many = (train.data_of(changed(TINY, batch_size=size)) for size in (64, 256))
     assert few.best == many.best
     for a, b in zip(few.test(), many.test(), strict=True):
         np.testing.assert_array_equal(a.ids["sparse"], b.ids["sparse"])
@@ -513,7 +513,7 @@ def disturbed(whole, config, where, at):
 def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undisturbed, where, at, capsys):
     whole = train.data_of
     monkeypatch.setattr(train, "data_of", lambda config: disturbed(whole, config, where, at))
-    config = dataclasses.replace(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
+    config = changed(TINY, workdir=tmp_path, tables="host")  # the same bits as on the device
     if where == "results":
         monkeypatch.setattr(train, "draw", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match=f"SIGTERM: stopped.*; go on with .*--workdir {tmp_path} --resume") as stopped:
@@ -525,7 +525,7 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(tmp_path, monkeypatch, undis
         assert max(logged, default=0) <= step
         assert where in ("train", "test") or step not in logged  # stopped half way
     monkeypatch.undo()
-    results = train.main(dataclasses.replace(config, resume=True))
+    results = train.main(changed(config, resume=True))
     assert differences(undisturbed, tmp_path) == []
     assert results["saves_failed"] == 0 and results["last_state_saved"]
     said = capsys.readouterr().out
@@ -545,5 +545,5 @@ def test_once_it_has_a_directory_a_run_says_how_to_go_on(tmp_path, monkeypatch, 
     monkeypatch.setattr(train, "train_to_the_end", lambda *_: collections.defaultdict(float))
     monkeypatch.setattr(train, function, lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped) as stopped:
-        train.main(dataclasses.replace(TINY, workdir=tmp_path, seeds=seeds))
+        train.main(changed(TINY, workdir=tmp_path, seeds=seeds))
     assert str(stopped.value) == "SIGTERM: " + words.format(tmp_path)

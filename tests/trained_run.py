@@ -1,13 +1,16 @@
 """Small runs as train.py leaves them, for tests that use a trained run."""
 
+import dataclasses
 import json
-import types
 from pathlib import Path
 
 import numpy as np
 import optax
 from main.click_data import click_job, criteo_clicks, make_model, synthetic_clicks
-from main.table_data import table_job, tabular_data
+from main.config import Config, Kinds, config_of
+from main.run_dir import flat
+from main.sources import Tabular
+from main.table_data import table_job
 from main.table_summary import open_schema
 
 from jaxrec import Serial
@@ -15,6 +18,14 @@ from jaxrec.checkpoint import Checkpointer
 from jaxrec.data.criteo import open_encoder, prepare
 from jaxrec.data.tabular import prepare as prepare_table
 from jaxrec.embedding import adagrad
+
+
+def changed(config: Config, **flags) -> Config:
+    """The configuration with other flags, without those that its parts no longer have then."""
+    before, kinds = flat(config), {field.name for field in dataclasses.fields(Kinds)}
+    left = flat(config_of(**{name: value for name, value in (before | flags).items() if name in kinds}))
+    return config_of(**{name: value for name, value in before.items() if name in left} | flags)
+
 
 DENSE, ROWS = optax.adam(0.01), adagrad(0.1)
 STEPS = 3
@@ -111,8 +122,7 @@ def tabular_run(directory: Path, model="lr", trained=True, rows=300):
     (directory / "schema.py").write_text(SCHEMA)
     prepared, schema = directory / "prepared", open_schema(str(directory / "schema.py"))
     metadata = prepare_table([write_lines(directory / "a.csv", table_lines(rows))], prepared, schema)
-    flags = dict(batch_size=64, steps=STEPS, epochs=1, shuffle=False, seed=0, validation_fraction=0.0)
-    data = tabular_data(types.SimpleNamespace(path=(prepared,), **flags))
+    data = Tabular(path=(prepared,), batch_size=64, steps=STEPS).open(seed=0)
     job = table_job(data.table, make_model(model, 4), DENSE, ROWS, 4, 3)
     config = {"data": "tabular", "path": [str(prepared)], "model": model}
     train_run(directory / "run", data, config, {"vocabulary_digest": data.vocabulary_digest}, trained, job)

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 from main.plots import bars, plot, stacked_bars
 from main.report import Figure, grid, listing
-from main.run_dir import Run
+from main.run_dir import Run, flat
 from main.signals import Stopped, leave, say, stop_on_signals
 
 __all__ = [
@@ -59,15 +59,20 @@ class Flags:
     seed: int = 0
 
 
-def command_line(main: Callable[[Any], dict], config: type, description: str | None) -> dict:
+def command_line(
+    main: Callable[[Any], dict], config: type, description: str | None, parse: Callable[..., Any] = tyro.cli
+) -> dict:
     """Run `main` on the flags of the command line; bad input ends in one line, not in a traceback.
 
     A signal ends in one line too, with exit code 128 + its number; or 75, for a scheduler configured to restart such
     jobs, if --requeue is given.
+
+    Args:
+      parse: (config, description=...) -> its flags.
     """
     try:
         with stop_on_signals():
-            flags: Any = tyro.cli(config, description=description)
+            flags: Any = parse(config, description=description)
             refuse_small(flags)
             return main(flags)
     except (ValueError, FloatingPointError, NotImplementedError, OSError) as error:
@@ -109,11 +114,10 @@ def rule_of_ray() -> dict[str, object]:
 
 def refuse_small(config: object) -> None:
     """Check every numeric flag against its minimum; infinity and NaN are refused too."""
-    for name, least in _LEAST.items():
-        values = getattr(config, name, None)
-        for value in values if isinstance(values, tuple) else (values,):
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be a number of at least {least}.")
+    for name, given in flat(config).items():
+        for value in given if isinstance(given, tuple) else (given,):
+            if name in _LEAST and value is not None and not _LEAST[name] <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be a number of at least {_LEAST[name]}.")
 
 
 def paired_interval(differences, seeds: Sequence[int] = (), test_sets: int = 1) -> tuple[float, float | None]:

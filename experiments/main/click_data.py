@@ -1,6 +1,6 @@
 """The click job: a model over embedding tables, and the data it is trained, validated and tested on.
 
-flags.py chooses both.
+sources.py and learning.py choose them.
 
     data = synthetic_clicks(scaled_cardinalities(200_000), batch_size=2048, steps=1000, seed=0, test_batches=50)
     job = click_job(data.cardinalities, make_model("dlrm", 16), optax.adam(1e-3), rowwise_adagrad(0.02))

@@ -28,11 +28,12 @@ from jaxrec.sharding import mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
 from main.click_data import ClickJob, Data
-from main.flags import rule_of, training_stream, with_absolute_paths
+from main.config import Config
+from main.homes import Servers
 from main.recorder import check_vocabulary
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
-from main.techniques import SERVER_TIMEOUT_S, cluster_of, sync_options
+from main.trainers import Processes
 
 SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
 
@@ -60,7 +61,7 @@ class SharedStream:
         return of
 
 
-def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
+def train_pool(config: Config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
     """Train to the end, save and test; return the contents of results.json.
 
     Raises:
@@ -68,16 +69,17 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
       Stopped: a signal arrived.
       OSError: servers or trainers died too often, or a trainer failed by itself.
     """
-    trainers, directory = config.replicas, run.directory / "checkpoints"
+    home, how, directory = config.home, config.trainers, run.directory / "checkpoints"
+    assert isinstance(home, Servers) and isinstance(how, Processes)
+    trainers = how.trainers
     if data.steps < trainers:
         raise ValueError(f"{data.steps} batches cannot be shared by {trainers} trainers: give fewer --trainers.")
     resumes = has_image(directory)
-    with cluster_of(config, run) as cluster, contextlib.closing(
-        Supervisor(
-            cluster, job.spec, job.task.row_optimizer, config.number_of_servers, directory=run.directory,
-            timeout_s=SERVER_TIMEOUT_S, client=run.id,
-        )
-    ) as servers, asked.held():  # fmt: skip
+    with (
+        home.cluster(run) as cluster,
+        contextlib.closing(home.supervisor(cluster, job.task, run)) as servers,
+        asked.held(),
+    ):
         try:
             params, past = job.init(config.seed), dict[str, Any]()
             if resumes:
@@ -85,8 +87,8 @@ def train_pool(config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dic
                 check_vocabulary(run, past, data.vocabulary_digest)
             work = TrainerWork(
                 job.task, params,
-                SharedStream(functools.partial(training_stream, with_absolute_paths(config)), data.steps),
-                rule_of(config), workers=config.workers, **sync_options(config),
+                SharedStream(functools.partial(config.source.from_anywhere().stream, config.seed), data.steps),
+                how.rule, workers=how.workers, **how.pace(trainers),
             )  # fmt: skip
             extra: dict[str, Any] = {"vocabulary_digest": data.vocabulary_digest, "examples_before": examples_of(past)}
             watch = Watch(run, data.steps // trainers * trainers, asked)

@@ -58,7 +58,7 @@ class Run:
             try:
                 make_directory(self.directory)
                 locked.enter_context(Lock(self.directory / "lock", "at work on this run"))
-                self._begin({**dataclasses.asdict(config), "experiment": name}, resume)
+                self._begin({**flat(config), "experiment": name}, resume)
             except OSError as error:
                 raise ValueError(f"{self.directory} cannot hold a run: {error}. Give another --workdir.") from error
             self._locked = locked.pop_all()
@@ -190,6 +190,15 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.release()
+
+
+def flat(config) -> dict:
+    """Return {flag: value} of a configuration, whose parts have distinct flags."""
+    found: dict = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        found |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return found
 
 
 def go_on_with(run: Run) -> str:

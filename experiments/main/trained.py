@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,9 +16,9 @@ from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
 from main.click_data import ClickJob, click_job, make_model
-from main.flags import PREPARATION, preparation, prepared_directory
 from main.run_dir import BEST
 from main.signals import say
+from main.sources import PREPARATION, Criteo, prepared_directory
 from main.table_data import table_job, table_of
 
 _STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
@@ -77,7 +76,7 @@ def open_run(directory: Path, state: State | None = None) -> Trained:
         config = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): repair or restore it.") from None
-    missing = [key for key in ("data", "path", "model") if key not in config]
+    missing = [key for key in ("data", "model") if key not in config]
     if config.get("experiment") != "train" or missing:
         raise ValueError(
             f"{directory} is a run of {config.get('experiment', 'an unknown experiment')}"
@@ -174,8 +173,8 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
       given: its current location; where the run had it if None.
     """
     paths = tuple(map(Path, run.config["path"]))
-    options = preparation(types.SimpleNamespace(**{name: run.config.get(name) for name in PREPARATION}))
-    candidates = [given] if given else [*paths[:1], prepared_directory(paths, options)]
+    its = Criteo(path=paths, **{name: run.config.get(name) for name in PREPARATION})  # type: ignore[arg-type]
+    candidates = [given] if given else [*paths[:1], prepared_directory(paths, its.preparation)]
     found = next((path for path in candidates if path.is_dir()), None)
     if found is None:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from main.techniques import with_initial_rows
+from main.homes import with_initial_rows
 
 from jaxrec.cluster import Cluster, Supervisor
 from jaxrec.embedding import Tables

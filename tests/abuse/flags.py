@@ -6,9 +6,9 @@ import numpy as np
 import train
 from main.cli import Run
 from main.click_data import criteo_clicks, set_apart, synthetic_clicks
-from main.flags import LearningFlags, optimizers
+from main.config import config_of
+from main.learning import Learning
 from main.recorder import check_seeds
-from main.techniques import failures_of
 
 from abuse import refused, situation
 from abuse.data import SMALL, raw
@@ -21,7 +21,7 @@ REFUSED = {
     # Numbers.
     "--steps 0": "--steps 0 must be a number of at least",
     "--seed -1": "--seed -1 must be a number of at least",
-    "--fail-shape 1e-09": "--fail-shape 1e-09 must be a number of at least",
+    "--cpr mfu --fail gamma --fail-shape 1e-09": "--fail-shape 1e-09 must be a number of at least",
     "--learning-rate nan": "--learning-rate nan must be a number",
     "--row-learning-rate inf": "--row-learning-rate inf must be a number",
     "--rows 10": "rows=10 must be a whole number from 78",
@@ -87,12 +87,19 @@ REFUSED = {
     "--cpr mfu --fail gamma 5:3": "or gamma alone",
     "--cpr mfu --fail 5:1 5:2": "--fail 5:2: step 5 has failures already",
     "--cpr mfu --fail 5:-1": r"shards \[-1\] are not among",
-    "--mtbf-steps 9": "--mtbf-steps 9.0 is for --cpr",
+    "--mtbf-steps 9": "--mtbf-steps 9 is for --cpr",
     "--cpr mfu --fail-shape 2": "--fail-shape 2.0 is for --fail gamma",
     "--target-pls 0.2": "--target-pls 0.2 is for --cpr",
     "--cpr mfu --save-every-steps 0": "--save-every-steps 0 saves nothing",
     "--recovery-costs measured": "--recovery-costs measured is for --cpr",
     "--cpr mfu --save-every-steps 9 --recovery-costs measured": "is for --cpr without --save-every-steps",
+    # Combinations.
+    "--where threads": "--where threads is for --shadowsync easgd, ma or bmuf",
+    "--shadowsync ma --where threads": "--where threads is for --tables host without --pipeline and --cpr",
+    "--shadowsync ma --where threads --tables host --cpr mfu": "--where threads is for --tables host without",
+    "--shadowsync ma --where processes --tables host": "--where processes is for --tables remote without",
+    "--shadowsync ma --where lockstep --tables host --workers 2": "--workers 2 is for trainers that run freely",
+    "--tables pinned --pipeline sync": "--pipeline sync is for --tables host, remote or, with oac, pinned",
 }
 if importlib.util.find_spec("ray") is None:
     REFUSED["--tables remote"] = r"needs Ray, which is not installed: .*\[cluster\]"
@@ -145,7 +152,7 @@ def _(directory):
 
 @situation("a schedule of one step, which is nothing but its first rate")
 def _(directory):
-    dense, _ = optimizers(LearningFlags(schedule="cosine", optimizer="sgd"), 1)
+    dense, _ = Learning(schedule="cosine", optimizer="sgd").optimizers(1)
     ones = np.ones(1, np.float32)
     change, _ = dense.update(ones, dense.init(ones))
     assert np.isclose(change[0], -1e-3)
@@ -171,25 +178,26 @@ for flags, match in BEFORE_A_RUN.items():
 
 @situation("a failure after the end", ValueError, "--fail 7: the run has steps 1 to 6")
 def _(directory):
-    failures_of(parsed("--cpr", "mfu", "--fail", "7:1"), 6, 3.0)
+    config_of(cpr="mfu", fail=("7:1",)).saves.failures(6, 8, 0)
 
 
 @situation("failures in every step are drawn, each shard once a step")
 def _(directory):
-    found = failures_of(parsed(*"--cpr mfu --fail gamma --mtbf-steps 1 --fail-shape 0.01".split()), 50, 1.0)
+    config = parsed(*"--cpr mfu --fail gamma --mtbf-steps 1 --fail-shape 0.01".split())
+    found = config.saves.failures(50, 8, 0)
     assert found and all(1 <= step <= 50 and shards == sorted({*shards}) for step, shards in found.items())
 
 
 @situation("a run of one seed, gone on with as one of several", ValueError, "holds a run of one seed")
 def _(directory):
     (directory / "checkpoints").mkdir()
-    with Run("train", train.Config(), directory / "other") as run:
+    with Run("train", config_of(), directory / "other") as run:
         run.directory = directory
         check_seeds(run, 3)
 
 
 @situation("a run of several seeds, gone on with as one", ValueError, "holds runs of several seeds")
 def _(directory):
-    with Run("train", train.Config(), directory) as run:
+    with Run("train", config_of(), directory) as run:
         (directory / "seed_0").mkdir()
         check_seeds(run, 1)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import train
-import tyro
-from main.cli import Flags, Run, command_line, plot, refuse, refuse_small
+from main.cli import Flags, Run, command_line, plot
+from main.config import config_of, parse
+from main.homes import own
 from main.saving import PeriodicSaves
 from main.signals import Stopped, say, stop_on_signals
 from studies.cpr_work import JobConfig, make_data
@@ -36,10 +37,7 @@ def begin(directory, *, resume=False, **flags):
 
 def parsed(*flags):
     """The config that train.py parses from flags and checks before any work."""
-    config = tyro.cli(train.Config, args=flags)
-    refuse_small(config)
-    refuse(train.rules(config))
-    return config
+    return parse(train.Config, flags)
 
 
 # Flags.
@@ -54,7 +52,7 @@ def _(directory):
 def _(directory):
     arguments, sys.argv = sys.argv, ["train.py", "--steps", "0", "--workdir", str(directory / "run")]
     try:
-        command_line(train.main, train.Config, "")
+        command_line(train.main, train.Config, "", parse)
     finally:
         sys.argv = arguments
         assert not (directory / "run").exists()
@@ -139,10 +137,10 @@ def _(directory):
 
 @situation("a run that was begun before there was a choice of models goes on")
 def _(directory):
-    with Run("train", train.Config(), directory) as run:
+    with Run("train", config_of(), directory) as run:
         before = {key: value for key, value in run.read_json("config.json").items() if key != "model"}
         run.write_json("config.json", before)
-    with Run("train", train.Config(), directory, resume=True) as run:
+    with Run("train", config_of(), directory, resume=True) as run:
         assert run.id == before["run"]
 
 
@@ -256,18 +254,18 @@ def _(directory):
 
 @situation("another run's tables in use", ValueError, "lock is locked: another process is training on these tables")
 def _(directory):
-    with train.own(directory, "a"), train.own(directory, "b"):
+    with own(directory, "a"), own(directory, "b"):
         pass
 
 
 @situation("another run's tables", ValueError, "holds tables of another run: give another --table-directory")
 def _(directory):
-    with train.own(directory, "a"):
+    with own(directory, "a"):
         (directory / "tables.json").touch()
-    with train.own(directory, "a"):
+    with own(directory, "a"):
         pass
     try:
-        with train.own(directory, "b"):
+        with own(directory, "b"):
             pass
     finally:
         assert (directory / "run").read_text() == "a"
@@ -276,5 +274,5 @@ def _(directory):
 @situation("tables that no run made", ValueError, "holds tables of another run")
 def _(directory):
     (directory / "tables.json").touch()
-    with train.own(directory, "a"):
+    with own(directory, "a"):
         pass

@@ -1,0 +1,262 @@
+"""The configuration of the main job: a tree of parts, each with its own flags; a few flags choose the parts.
+
+    source     --data                    what to train on                   sources.py
+    learning                             model and optimizers               learning.py
+    home       --tables                  where the rows are                 homes.py
+    engine     --pipeline                how batches follow each other      engines.py
+    trainers   --shadowsync, --where     replicas and their synchronising   trainers.py
+    saves      --cpr                     what survives a failure            recovering.py
+    looks                                evaluations during training
+
+A combination that cannot run has no tree, and a flag that no chosen part reads is refused by name. Flags are flat on
+the command line and in config.json: `parse` and `config_of` build the tree, `run_dir.flat` takes it apart.
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import tyro
+
+from main.cli import refuse, refuse_small
+from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
+from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
+from main.learning import Learning
+from main.recovering import CPRKind, Periodic, Recovering, Unprotected
+from main.sources import SOURCES, Criteo, DataKind, Synthetic, Tabular
+from main.trainers import LockStep, One, Processes, ShadowKind, Threads, Where
+
+
+@dataclasses.dataclass(frozen=True)
+class AtTheEnd:
+    """The test set alone, once training is over."""
+
+    @property
+    def monitored(self) -> str | None:
+        """Figure of the validation by which the best state is kept; None to keep none."""
+        return None
+
+    def check(self) -> None:
+        """Raise ValueError if the flags contradict each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluations(AtTheEnd):
+    """Evaluations during training, and what follows from them."""
+
+    read_by: ClassVar = (
+        "trainers in one process, as with --tables host or a --pipeline (others are tested at the end alone)"
+    )
+    evaluations: int = 8
+    """Number of evaluations of the validation set (without one, of the test set), evenly over the run."""
+    patience: int | None = None
+    """Stop after this many evaluations without a better one (by --monitor, the AUC unless it is given), and keep and
+    test the best state."""
+    monitor: Literal["auc", "log_loss", "gauc"] | None = None
+    """Keep and test the state that is the best by this figure of the validation, also without --patience."""
+    group: str | None = None
+    """A categorical field, such as the user: evaluations also give the mean AUC within its categories (GAUC)."""
+
+    @property
+    def monitored(self) -> str | None:
+        return self.monitor or (None if self.patience is None else "auc")
+
+    def check(self) -> None:
+        refuse(
+            {
+                "--monitor gauc is the mean AUC within groups: give --group FIELD too, such as the user.": (
+                    self.monitor == "gauc" and self.group is None
+                ),
+                f"--patience {self.patience} never ends {self.evaluations} evaluations early: give more of them.": (
+                    self.patience is not None and self.patience >= self.evaluations
+                ),
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Flags of the main job; unset flags follow from the data and the preset."""
+
+    source: Synthetic | Criteo | Tabular
+    learning: Learning
+    home: Devices | Host | Servers | ReplacedServers
+    engine: InTurn | Overlapped | Synchronous | Asynchronous | OAC
+    trainers: One | LockStep | Threads | Processes
+    saves: Unprotected | Periodic | Recovering
+    looks: AtTheEnd | Evaluations
+    workdir: Path | None = None
+    seed: int = 0
+    seeds: int = 1
+    """Train this many times, each with its own seed, and report the mean with its interval."""
+    resume: bool = False
+    """Resume the run in --workdir: bit for bit, unless trainers run freely or CPR restores rows of several steps."""
+    requeue: bool = False
+    """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
+    or scontrol requeue)."""
+
+    def check(self) -> "Config":
+        """Return the configuration; raise ValueError for values that the library would refuse once a run has begun."""
+        refuse_small(self)
+        source, looks, directory = self.source, self.looks, getattr(self.home, "table_directory", None)
+        for part in (source, looks, self.trainers):
+            part.check()
+        self.saves.check(self.home.shards)
+        refuse(
+            {
+                "--model din weighs a history by a candidate: give --data tabular with a Sequence, or another model.": (
+                    self.learning.model == "din" and not isinstance(source, Tabular)
+                ),
+                "--requeue is for the same command started again, with --workdir and --resume: add that, or leave it "
+                "out.": self.requeue and not (self.workdir is not None and self.resume),
+                f"--table-directory {directory} is for a single seed: add that, or leave it out.": (
+                    directory is not None and self.seeds > 1
+                ),
+            }
+        )
+        if isinstance(looks, Evaluations) and looks.monitored and not source.has_validation():
+            name = "monitor" if looks.patience is None else "patience"
+            raise ValueError(
+                f"--{name} {getattr(looks, name)} is for a run with a validation, of --validation-fraction 0.1, say, "
+                "or of the schema's split: add that, or leave it out."
+            )
+        share = getattr(source, "validation_fraction", 0.0)
+        if isinstance(self.trainers, Processes) and share:
+            raise ValueError(f"--validation-fraction {share} is for {Evaluations.read_by}: add that, or leave it out.")
+        self.home.check()
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The flags that choose the parts."""
+
+    data: DataKind = "synthetic"
+    tables: HomeKind = None
+    pipeline: PipelineKind = "none"
+    shadowsync: ShadowKind = "none"
+    where: Where = None
+    cpr: CPRKind = "none"
+
+    @property
+    def free(self) -> Literal["threads", "processes"] | None:
+        """How trainers run freely; None if they do not."""
+        shared: Mapping[Any, Literal["threads", "processes"]] = {"host": "threads", "remote": "processes"}
+        possible = shared.get(self.tables) if self.pipeline == self.cpr == "none" else None
+        if self.shadowsync == "none" or self.where == "lockstep":
+            return None
+        if self.where not in (None, possible):
+            home = {"threads": "host", "processes": "remote"}[self.where]
+            raise ValueError(
+                f"--where {self.where} is for --tables {home} without --pipeline and --cpr: add that, or leave it out."
+            )
+        return possible
+
+    def parts(self) -> dict[str, Any]:
+        """Return the parts that they choose, with their defaults."""
+        by_host, free = self.tables in ("host", "remote"), self.free
+        engines: dict[str, type[InTurn]] = {"none": InTurn}
+        if by_host:
+            engines |= {"sync": Synchronous, "semisync": Synchronous, "async": Asynchronous, "oac": OAC}
+        elif self.tables == "pinned":
+            engines["oac"] = Overlapped
+        refuse(
+            {
+                f"--pipeline {self.pipeline} is for --tables host, remote or, with oac, pinned: add that, or leave it "
+                "out.": self.pipeline not in engines,
+                f"--where {self.where} is for --shadowsync easgd, ma or bmuf: add that, or leave it out.": (
+                    self.where is not None and self.shadowsync == "none"
+                ),
+            }
+        )
+        home: type[Devices] = {"host": Host, "remote": Servers}.get(self.tables or "", Devices)
+        if home is Servers and self.cpr != "none":
+            home = ReplacedServers
+        replicas = {"threads": Threads, "processes": Processes, None: LockStep}[free]
+        trainers = One() if self.shadowsync == "none" else replicas(self.shadowsync, self.where)
+        in_one = free != "processes"
+        return {
+            "source": SOURCES[self.data](self.data),
+            "learning": Learning(),
+            "home": home(self.tables),
+            "engine": engines[self.pipeline](self.pipeline),
+            "trainers": trainers,
+            "saves": Recovering(self.cpr) if self.cpr != "none" else Periodic() if in_one else Unprotected(),
+            "looks": Evaluations() if in_one else AtTheEnd(),
+        }
+
+
+PARTS = (
+    *SOURCES.values(), Learning, Devices, Host, Servers, ReplacedServers, InTurn, Overlapped, Synchronous, Asynchronous,
+    OAC, One, LockStep, Threads, Processes, Unprotected, Periodic, Recovering, AtTheEnd, Evaluations,
+)  # fmt: skip
+
+
+def readers() -> dict[str, str]:
+    """Return {flag that some parts read: what these are, in words}."""
+    found: dict[str, str] = {}
+    for part in PARTS:
+        for its in map(vars, part.__mro__):
+            if "read_by" in its:
+                found |= dict.fromkeys(its["__annotations__"], its["read_by"])
+    return found
+
+
+def unread(name: str, words: Sequence[Any]) -> ValueError:
+    """Return the error for a flag, name_of_it, that no chosen part reads."""
+    flag = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
+    if name in (known := readers()):
+        return ValueError(f"{flag} is for {known[name]}: add that, or leave it out.")
+    return ValueError(f"{flag}: train.py has no such flag, see --help.")
+
+
+def config_of(**flags: Any) -> Config:
+    """Return the configuration of flat flags, as config.json has them; the caller checks it.
+
+    Raises:
+      ValueError: there is no such combination, or a flag that nothing reads.
+
+    >>> config = config_of(tables="host", pipeline="oac", window=4)
+    >>> config.engine
+    OAC(pipeline='oac', window=4, stale_rows='planned', savings=False)
+    >>> config_of(tables="host", window=4)
+    Traceback (most recent call last):
+    ValueError: --window 4 is for --pipeline oac or async: add that, or leave it out.
+    """
+    names = {field.name for field in dataclasses.fields(Kinds)}
+    chosen = Config(**Kinds(**{name: value for name, value in flags.items() if name in names}).parts())
+    read: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        part = getattr(chosen, field.name)
+        if dataclasses.is_dataclass(part):
+            mine = {own.name: flags[own.name] for own in dataclasses.fields(part) if own.name in flags}
+            read[field.name] = dataclasses.replace(part, **mine)  # type: ignore[type-var]
+            names |= mine.keys()
+        elif field.name in flags:
+            read[field.name] = flags[field.name]
+            names.add(field.name)
+    for name in flags.keys() - names:
+        value = flags[name]
+        raise unread(name, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))
+    return dataclasses.replace(chosen, **read)
+
+
+def parse(config: type[Config], args: Sequence[str] | None = None, description: str | None = None) -> Config:
+    """Return the checked configuration of a command line; --help shows the flags of the parts that it chooses."""
+    args = sys.argv[1:] if args is None else args
+    without_help = [word for word in args if word not in ("-h", "--help")]
+    kinds, _ = tyro.cli(Kinds, args=without_help, return_unknown_args=True)
+    read = functools.partial(
+        tyro.cli, config, args=args, description=description, default=config(**kinds.parts()),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
+    )  # fmt: skip
+    found, (*rest,) = read(return_unknown_args=True)
+    for place, word in enumerate(rest):
+        if (name := word.removeprefix("--").removeprefix("no-").replace("-", "_")) in readers():
+            values = itertools.takewhile(lambda word: not word.startswith("--"), rest[place + 1 :])
+            raise unread(name, list(values))
+    return (read() if rest else found).check()  # which says what else a misspelt flag may mean

@@ -1,0 +1,97 @@
+"""How a run learns: its model, and the optimizers of the dense parameters and of the rows, on one schedule."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import optax
+
+from jaxrec.embedding import (
+    adagrad,
+    ftrl,
+    lazy_adam,
+    momentum_sgd,
+    rowwise_adagrad,
+    rowwise_adam,
+    sgd,
+    with_clipping,
+    with_weight_decay,
+)
+from jaxrec.types import RowOptimizer
+from main.click_data import ClickJob, Data, click_job, make_model
+from main.table_data import table_job
+
+OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
+ROW_OPTIMIZERS: dict[str, Callable] = {
+    "rowwise_adagrad": rowwise_adagrad, "adagrad": adagrad, "sgd": sgd, "momentum_sgd": momentum_sgd,
+    "lazy_adam": lazy_adam, "rowwise_adam": rowwise_adam, "ftrl": ftrl,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """Model, and optimizers of its dense parameters and rows."""
+
+    model: Literal["dlrm", "dcnv2", "lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "din", "small_dlrm"] = "dlrm"
+    embedding_width: int = 16
+    optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
+    """Optimizer of the dense parameters."""
+    learning_rate: float = 1e-3
+    row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "momentum_sgd", "lazy_adam", "rowwise_adam", "ftrl"] = (
+        "rowwise_adagrad"
+    )
+    """Optimizer of the embedding rows."""
+    row_learning_rate: float = 0.02
+    row_weight_decay: float = 0.0
+    """L2 penalty of the rows that a batch touches."""
+    row_clip_norm: float | None = None
+    """Clip the gradient of each row to this norm."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Schedule of both learning rates after the warm-up: constant, or decaying to 0 at the end of the run."""
+    warmup_steps: int = 0
+    """Steps over which both learning rates rise linearly from 0."""
+
+    def job(self, data: Data, steps: int, shards: int, seed: int) -> ClickJob:
+        """Build the job: the model over the tables of the data.
+
+        Args:
+          steps: see `optimizers`.
+          shards: S, of every table.
+          seed: of the initial rows.
+        """
+        model = make_model(self.model, self.embedding_width)
+        how = *self.optimizers(steps), self.embedding_width, shards, seed
+        if data.table is not None:
+            return table_job(data.table, model, *how)
+        return click_job(data.cardinalities, model, *how)
+
+    def optimizers(self, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
+        """Build the optimizers of the dense parameters and of the rows.
+
+        Args:
+          steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
+            only: pass the steps of one trainer.
+        """
+        rate, row_rate = self._scheduled(self.learning_rate, steps), self._scheduled(self.row_learning_rate, steps)
+        rows = ROW_OPTIMIZERS[self.row_optimizer](row_rate)
+        if self.row_weight_decay:
+            rows = with_weight_decay(rows, self.row_weight_decay)
+        if self.row_clip_norm is not None:  # around the decay, so that only gradients of the data are clipped
+            rows = with_clipping(rows, self.row_clip_norm)
+        return OPTIMIZERS[self.optimizer](rate), rows
+
+    def _scheduled(self, peak: float, steps: int) -> float | optax.Schedule:
+        """Return a learning rate with its schedule; a constant one stays a float, which keeps its program unchanged."""
+        warmup = self.warmup_steps
+        if not 0 <= warmup < steps:
+            raise ValueError(f"--warmup-steps {warmup} must be less than the {steps} steps of the run: give fewer.")
+        if self.schedule == "constant" and not warmup:
+            return peak
+        behind = {
+            "constant": optax.constant_schedule(peak),
+            "cosine": optax.cosine_decay_schedule(peak, steps - warmup),
+            "linear": optax.linear_schedule(peak, 0.0, steps - warmup),
+        }[self.schedule]
+        if not warmup:
+            return behind
+        return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), behind], [warmup])
