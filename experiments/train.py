@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 
 from main.cli import Run, command_line, paired_interval, refuse, say
-from main.click_data import ClickJob, Data
+from main.click_data import Data
 from main.config import Config, Evaluations, parse
 from main.homes import Placed
 from main.plots import draw, table
@@ -50,17 +50,11 @@ def data_of(config: Config) -> Data:
     return data
 
 
-def job_of(config: Config, data: Data) -> ClickJob:
-    """Build the model, its loss and its optimizers from the flags."""
-    job = config.learning.job(data, config.trainers.steps_of_one(data.steps), config.home.shards, config.seed)
-    return job._replace(task=config.trainers.task(job.task))
-
-
 def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
     data, looks, trainers, saving = data_of(config), config.looks, config.trainers, config.saves
     assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
-    job = job_of(config, data).on(trainers.mesh())
+    job = config.job(data).on(trainers.mesh())
     refuse(refusals(job.spec, looks.group, ()))
     initial = trainers.initial(job.task, job.state(home.tables(job.task), config.seed))
     state, image, past = resumed(run, initial, data.vocabulary_digest)
@@ -178,7 +172,7 @@ def one(config: Config, asked: Asked) -> dict:
         if not results.get("last_state_saved"):
             if isinstance(config.trainers, Processes):
                 data = data_of(config)
-                results = train_pool(config, run, data, job_of(config, data), asked)
+                results = train_pool(config, run, data, asked)
                 run.close(results, table(results))
                 return results
             with config.home.opened(run) as home:

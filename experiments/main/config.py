@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 import tyro
 
 from main.cli import refuse, refuse_small
+from main.click_data import ClickJob, Data
 from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
 from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
 from main.learning import Learning
@@ -99,6 +100,12 @@ class Config:
     """When stopped by a signal, exit with 75, for a scheduler configured to restart such a job (Slurm: RequeueExit=75,
     or scontrol requeue)."""
 
+    def job(self, data: Data) -> ClickJob:
+        """Build the model, its loss and its optimizers."""
+        steps = self.trainers.steps_of_one(data.steps)
+        job = self.learning.job(data, steps, self.home.shards, self.seed)
+        return job._replace(task=self.trainers.task(job.task))
+
     def check(self) -> "Config":
         """Return the configuration; raise ValueError for values that the library would refuse once a run has begun."""
         refuse_small(self)
@@ -145,16 +152,17 @@ class Kinds:
     @property
     def free(self) -> Literal["threads", "processes"] | None:
         """How trainers run freely; None if they do not."""
-        shared: Mapping[Any, Literal["threads", "processes"]] = {"host": "threads", "remote": "processes"}
-        possible = shared.get(self.tables) if self.pipeline == self.cpr == "none" else None
         if self.shadowsync == "none" or self.where == "lockstep":
             return None
-        if self.where not in (None, possible):
-            home = {"threads": "host", "processes": "remote"}[self.where]
+        of_home: Mapping[HomeKind, Sequence[Literal["threads", "processes"]]]
+        of_home = {"host": ("threads", "processes"), "remote": ("processes",)}
+        possible = of_home.get(self.tables, ()) if self.pipeline == self.cpr == "none" else ()
+        if self.where is not None and self.where not in possible:
+            homes = {"threads": "host", "processes": "host or remote"}[self.where]
             raise ValueError(
-                f"--where {self.where} is for --tables {home} without --pipeline and --cpr: add that, or leave it out."
+                f"--where {self.where} is for --tables {homes} without --pipeline and --cpr: add that, or leave it out."
             )
-        return possible
+        return self.where or next(iter(possible), None)
 
     def parts(self) -> dict[str, Any]:
         """Return the parts that they choose, with their defaults."""

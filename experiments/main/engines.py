@@ -56,11 +56,9 @@ class Synchronous(InTurn):
     pipeline: PipelineKind = "sync"
 
     def engine(self, task: Task, state: TrainState, capacity: Any = None) -> Engine:
-        return Pipeline(task, state, mode=self.pipeline, capacity=capacity, **self.options)
+        return Pipeline(task, state, mode=self.pipeline, capacity=capacity, **self._options())
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Further arguments of the pipeline."""
+    def _options(self) -> dict[str, Any]:
         return {}
 
 
@@ -72,8 +70,7 @@ class Asynchronous(Synchronous):
     window: int = 8
     """Over pinned tables: batches in the ring. Otherwise: batches in flight."""
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {"window": self.window}
 
 
@@ -88,8 +85,7 @@ class OAC(Asynchronous):
     savings: bool = False
     """Skip transfers of rows that the device already has."""
 
-    @property
-    def options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         return {"window": self.window, "validation": self.stale_rows, "skip_stale_reads": self.savings}
 
     def figures(self, engine) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jaxrec.checkpoint import restore_shards
-from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cluster import Cluster, Machine, Supervisor
 from jaxrec.embedding import EmbeddingSpec, HostTables, Tables, create_tables
 from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.sharding import as_mesh
@@ -27,7 +27,8 @@ class Placed:
     """What a run keeps of its tables' home while it trains.
 
     Args:
-      create: task -> tables of initial rows.
+      create: task -> tables of initial rows, or the supervisor of servers that hold them.
+      replaces: whether lost servers are replaced.
 
     Attributes:
       copy: how images copy the tables: 'whole', or 'shards', which each server writes itself.
@@ -35,16 +36,27 @@ class Placed:
 
     copy: Literal["whole", "shards"] = "whole"
 
-    def __init__(self, create: Callable[[Task], Tables]):
-        self.tables = create
+    def __init__(self, create: Callable[[Task], Tables | Supervisor], replaces: bool = False):
+        self._create, self._replaces = create, replaces
+        self._servers: Supervisor | None = None
+
+    def tables(self, task: Task) -> Tables:
+        """Create tables of initial rows."""
+        created = self._create(task)
+        if not isinstance(created, Supervisor):
+            return created
+        self._servers, self.copy = created, "shards"
+        return created.tables
+
+    def watch(self, engine) -> None:
+        """Start replacing lost servers, if there are any; call it before a recovery is entered."""
+        if self._replaces:
+            engine.enter(self._servers)
 
     @property
     def lost(self) -> str:
         """Which servers are dead, in words; '' if none."""
-        return ""
-
-    def watch(self, engine) -> None:
-        """Start replacing lost servers, if there are any; call it before a recovery is entered."""
+        return "" if self._servers is None else self._servers.lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +97,13 @@ class Host(Devices):
         with own(self.table_directory, run.id):
             yield Placed(self._create)
 
+    @contextlib.contextmanager
+    def shared(self, run: Run, task: Task) -> Iterator[tuple[Machine, HostTables]]:
+        """Yield what starts processes, and tables that they share."""
+        with own(self.table_directory, run.id), Machine() as machine:
+            directory = self.table_directory or machine.directory / "tables"
+            yield machine, host_tables(task.spec, task.row_optimizer, directory)
+
     def _create(self, task: Task) -> HostTables:
         return host_tables(task.spec, task.row_optimizer, self.table_directory)
 
@@ -99,6 +118,12 @@ class Servers(Devices):
     """Number of server processes."""
     ray_address: str | None = None
     """Address of a running Ray cluster, host:port or auto; by default Ray is started on this machine."""
+    replaces: ClassVar[bool] = False
+
+    @property
+    def standby(self) -> int:
+        """Number of standby processes."""
+        return 0
 
     def check(self) -> None:
         refuse(
@@ -116,26 +141,28 @@ class Servers(Devices):
             self.ray_address, advice=f"{go_on[0].upper()}{go_on[1:]}.", log_directory=run.directory / "ray_logs"
         )
 
-    def supervisor(self, cluster: Cluster, task: Task, run: Run, spares: int = 0) -> Supervisor:
+    def supervisor(self, cluster: Cluster, task: Task, run: Run) -> Supervisor:
         """Start the servers of a run, with initial rows."""
         return Supervisor(
             cluster, task.spec, task.row_optimizer, self.servers, directory=run.directory,
-            timeout_s=SERVER_TIMEOUT_S, client=run.id, spares=spares,
+            timeout_s=SERVER_TIMEOUT_S, client=run.id, spares=self.standby,
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def shared(self, run: Run, task: Task) -> Iterator[tuple[Cluster, Supervisor]]:
+        """Yield what starts processes, and servers of tables that they share."""
+        with self.cluster(run) as cluster, contextlib.closing(self.supervisor(cluster, task, run)) as servers:
+            yield cluster, servers
 
     @contextlib.contextmanager
     def opened(self, run: Run) -> Iterator[Placed]:
         with self.cluster(run) as cluster:
-            home = self._placed(cluster, run)
+            home = Placed(lambda task: self.supervisor(cluster, task, run), self.replaces)
+            hint = "" if self.replaces else " With --cpr a run survives the death of a server."
             try:
                 yield home
             except ShardsLost as lost:
-                raise OSError(f"{home.lost or lost}; {go_on_with(run)}.{self._hint}") from lost
-
-    _hint: ClassVar = " With --cpr a run survives the death of a server."
-
-    def _placed(self, cluster, run):
-        return Served(lambda task: self.supervisor(cluster, task, run))
+                raise OSError(f"{home.lost or lost}; {go_on_with(run)}.{hint}") from lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,40 +172,11 @@ class ReplacedServers(Servers):
     read_by: ClassVar = "--tables remote with --cpr"
     spares: int = 0
     """Standby processes, each to replace a server that dies."""
-    _hint: ClassVar = ""
-
-    def _placed(self, cluster, run):
-        return Replaced(lambda task: self.supervisor(cluster, task, run, self.spares))
-
-
-class Served(Placed):
-    """Rows at servers.
-
-    Args:
-      start: task -> supervisor of its servers.
-    """
-
-    copy = "shards"
-
-    def __init__(self, start: Callable[[Task], Supervisor]):
-        super().__init__(self._create)
-        self._start = start
-        self._supervisor: Supervisor | None = None
-
-    def _create(self, task):
-        self._supervisor = servers = self._start(task)
-        return servers.tables
+    replaces: ClassVar[bool] = True
 
     @property
-    def lost(self) -> str:
-        return "" if self._supervisor is None else self._supervisor.lost
-
-
-class Replaced(Served):
-    """Rows at servers whose dead are replaced."""
-
-    def watch(self, engine) -> None:
-        engine.enter(self._supervisor)
+    def standby(self) -> int:
+        return self.spares
 
 
 def fits_devices(task: Task) -> bool:

@@ -1,4 +1,4 @@
-"""Training by a pool of trainers in processes of their own over rows at servers: `--tables remote --shadowsync easgd`.
+"""Training by a pool of trainers in processes of their own: `--tables host --shadowsync easgd --where processes`.
 
 Dead processes are replaced (`jaxrec.cluster.pool`), and images are saved meanwhile. Trainers are never at rest, so the
 model is tested once, at the end, as the mean of its replicas.
@@ -19,17 +19,17 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest, restore
-from jaxrec.cluster import Supervisor
 from jaxrec.cluster.pool import PoolStats, TrainerPool, image_of
 from jaxrec.cluster.trainers import TrainerWork
+from jaxrec.embedding import HostTables, Tables
 from jaxrec.loop import evaluate
 from jaxrec.prefetch import planned
 from jaxrec.sharding import mean_replica
 from jaxrec.types import Batch, ShardsLost
 from main.cli import Run, say
-from main.click_data import ClickJob, Data
+from main.click_data import Data
 from main.config import Config
-from main.homes import Servers
+from main.homes import Host, Servers
 from main.recorder import check_vocabulary
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
@@ -61,7 +61,15 @@ class SharedStream:
         return of
 
 
-def train_pool(config: Config, run: Run, data: Data, job: ClickJob, asked: Asked) -> dict[str, Any]:
+def work_of(config: Config, params: Any) -> TrainerWork:
+    """Build the work of the trainers, in this process and in theirs."""
+    how, data = config.trainers, config.source.for_training(config.seed)
+    assert isinstance(how, Processes)
+    stream = SharedStream(lambda: data.train, data.steps)
+    return TrainerWork(config.job(data).task, params, stream, how.rule, workers=how.workers, **how.pace(how.trainers))
+
+
+def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, Any]:
     """Train to the end, save and test; return the contents of results.json.
 
     Raises:
@@ -69,38 +77,33 @@ def train_pool(config: Config, run: Run, data: Data, job: ClickJob, asked: Asked
       Stopped: a signal arrived.
       OSError: servers or trainers died too often, or a trainer failed by itself.
     """
-    home, how, directory = config.home, config.trainers, run.directory / "checkpoints"
-    assert isinstance(home, Servers) and isinstance(how, Processes)
+    job, home, how, directory = config.job(data), config.home, config.trainers, run.directory / "checkpoints"
+    assert isinstance(home, Host | Servers) and isinstance(how, Processes)
     trainers = how.trainers
     if data.steps < trainers:
         raise ValueError(f"{data.steps} batches cannot be shared by {trainers} trainers: give fewer --trainers.")
     resumes = has_image(directory)
-    with (
-        home.cluster(run) as cluster,
-        contextlib.closing(home.supervisor(cluster, job.task, run)) as servers,
-        asked.held(),
-    ):
+    with home.shared(run, job.task) as (cluster, servers), asked.held():
+        here = isinstance(servers, HostTables)
+        tables: Any = servers if isinstance(servers, HostTables) else servers.tables
         try:
             params, past = job.init(config.seed), dict[str, Any]()
             if resumes:
-                params, past = restored(directory, params, servers)
+                params, past = restored(directory, params, tables)
                 check_vocabulary(run, past, data.vocabulary_digest)
-            work = TrainerWork(
-                job.task, params,
-                SharedStream(functools.partial(config.source.from_anywhere().stream, config.seed), data.steps),
-                how.rule, workers=how.workers, **how.pace(trainers),
-            )  # fmt: skip
+            of_process = dataclasses.replace(config, source=config.source.from_anywhere())
+            work = functools.partial(work_of, of_process, params)
             extra: dict[str, Any] = {"vocabulary_digest": data.vocabulary_digest, "examples_before": examples_of(past)}
             watch = Watch(run, data.steps // trainers * trainers, asked)
             with contextlib.closing(watch.bar), TrainerPool(
                 cluster, servers, work, trainers, directory=directory, run=run.id, save_every_seconds=SAVE_EVERY_S,
-                extra=extra, positions=past.get("positions"), timeout_s=TIMEOUT_S,
+                extra=extra, positions=past.get("positions"), timeout_s=TIMEOUT_S, cores=how.cores if here else None,
             ) as pool:  # fmt: skip
                 replicas, stats = pool.run(watch)
                 extra["positions"] = [one.position for one in pool.progress]
             mean = jax.tree.map(lambda *leaves: mean_replica(np.concatenate(leaves)), *replicas)
-            last = image_of(directory, mean, servers.tables)
-            with Checkpointer(directory, copy="shards", run=run.id) as checkpointer:
+            last = image_of(directory, mean, tables)
+            with Checkpointer(directory, copy="whole" if here else "shards", run=run.id) as checkpointer:
                 checkpointer.save(last, extra | {"examples": stats.examples})
             with contextlib.closing(planned(job.spec, data.test())) as pairs:
                 found = evaluate(last, asked.each(pairs), job.eval_step())
@@ -130,9 +133,9 @@ def examples_of(extra: Mapping[str, Any]) -> int:
     return extra.get("examples", 0) + extra.get("examples_before", 0)
 
 
-def restored(directory: Path, params: Any, servers: Supervisor) -> tuple[Any, dict[str, Any]]:
-    """Return the parameters of the newest intact image, and the values saved with it; the servers get its rows."""
-    state, image = restore(directory, image_of(directory, params, servers.tables))
+def restored(directory: Path, params: Any, tables: Tables) -> tuple[Any, dict[str, Any]]:
+    """Return the parameters of the newest intact image, and the values saved with it; the tables get its rows."""
+    state, image = restore(directory, image_of(directory, params, tables))
     say(f"going on from {image.path}, with fresh optimizer states of the dense parameters: not bit for bit")
     return jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], state.dense.params), image.extra
 

@@ -6,7 +6,7 @@
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +14,6 @@ from jaxrec import metrics
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.files import local_path
-from jaxrec.types import Batch
 from main.cli import refuse, say
 from main.click_data import Data, criteo_clicks, data_of_blocks, synthetic_clicks
 from main.table_data import open_rows, table_of
@@ -51,11 +50,11 @@ class Source(abc.ABC):
     def open(self, seed: int) -> Data:
         """Return the data, prepared if necessary; shuffling, and the synthetic log, depend on the seed."""
 
-    def stream(self, seed: int) -> Callable[..., Iterator[Batch]]:
-        """Return `Data.train` alone, for a process that evaluates nothing."""
-        return self.open(seed).train
+    def for_training(self, seed: int) -> Data:
+        """Return the data without what only an evaluation needs."""
+        return self.open(seed)
 
-    def from_anywhere(self) -> "Source":
+    def from_anywhere(self) -> Any:
         """Return the same with absolute paths of prepared data, for a process with another working directory."""
         return self
 
@@ -80,19 +79,16 @@ class Synthetic(Source):
         if self.rows is not None:
             scaled_cardinalities(self.rows)
 
-    def _clicks(self, seed):
+    def for_training(self, seed: int) -> Data:
         rows, steps, test_batches = SIZES[self.preset]
         return synthetic_clicks(
             scaled_cardinalities(self.rows or rows), self.batch_size or 2048, self.steps or steps, seed,
             test_batches, epochs=self.epochs, shuffle=self.shuffle, curved=self.curved,
         )  # fmt: skip
 
-    def stream(self, seed: int) -> Callable[..., Iterator[Batch]]:
-        return self._clicks(seed).train
-
     def open(self, seed: int) -> Data:
         """Return the log, with the metrics of its teacher."""
-        data, teacher = self._clicks(seed), metrics.empty_evaluation()
+        data, teacher = self.for_training(seed), metrics.empty_evaluation()
         clicks = SyntheticClicks(data.cardinalities, seed=seed, curved=self.curved)
         for batch in data.test():
             found = metrics.evaluate_batch(clicks.teacher_logit(batch), batch.label, batch.weight)
@@ -178,7 +174,7 @@ class Criteo(Files):
         """The prepared directory that is given, or in which the raw files are to be prepared."""
         return self.path[0] if self.path[0].is_dir() else prepared_directory(self.path, self.preparation)
 
-    def from_anywhere(self) -> "Source":
+    def from_anywhere(self) -> Any:
         return Criteo(**vars(self) | dict.fromkeys(PREPARATION) | {"path": (local_path(self.prepared),)})
 
     def open(self, seed: int) -> Data:
@@ -211,7 +207,7 @@ class Tabular(Files):
             }
         )
 
-    def from_anywhere(self) -> "Source":
+    def from_anywhere(self) -> Any:
         return dataclasses.replace(self, path=(local_path(self.path[0]),))
 
     def has_validation(self) -> bool:

@@ -1,10 +1,11 @@
 """Who trains: one replica of the dense network, or several that ShadowSync synchronises. `--shadowsync` and `--where`.
 
 In lock step, trainers are replicas on a mesh, one per device, that share every batch. Free-running trainers, each with
-its own batches, are threads over shared host tables, or processes over tables at servers.
+its own batches, are threads over host tables, or processes over host tables that they share or tables at servers.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -39,8 +40,8 @@ class One:
     """Replicas of the dense network, synchronised in the background."""
     where: Where = None
     """How trainers run: in lock step, as replicas that each train a share of every batch; free-running, as threads over
-    host tables, or as processes over remote ones. By default they run freely over such tables, without --pipeline and
-    --cpr."""
+    host tables, or as processes over host or remote ones. By default, without --pipeline and --cpr, as threads over
+    host tables and as processes over remote ones."""
 
     @property
     def replicas(self) -> int:
@@ -228,7 +229,13 @@ class Threads(Replicas):
 
 @dataclasses.dataclass(frozen=True)
 class Processes(Threads):
-    """Free-running trainers, each a process with its own JAX, over tables at servers: main/pools.py."""
+    """Free-running trainers, each a process with its own JAX: main/pools.py."""
+
+    @property
+    def cores(self) -> list[list[int]] | None:
+        """A core of this machine for each trainer; None if there are fewer cores than trainers."""
+        mine = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        return [[core] for core in mine[: self.trainers]] if len(mine) >= self.trainers else None
 
     def claim_devices(self, shards: int, batch_size: int | None) -> None:
         """Nothing: each process has its own devices."""

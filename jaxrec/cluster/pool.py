@@ -1,12 +1,18 @@
-"""Free-running trainers in processes of their own, over rows at shard servers, with replacement of dead processes.
+"""Free-running trainers in processes of their own, with replacement of dead processes.
 
-    with Cluster() as cluster:
+    with Cluster() as cluster:                       # rows at servers, on Ray
         servers = Supervisor(cluster, task.spec, task.row_optimizer, servers=2)
         with TrainerPool(cluster, servers, work, trainers=4) as pool:
             params, stats = pool.run()
 
-Each trainer has a JAX and a stream of batches of its own, trains on rows at the servers, and synchronises through sync
-servers, in the background or every k steps. A dead process is replaced, and nothing rolls back:
+    with Machine() as machine:                       # rows in memory that processes of this machine share
+        tables = HostTables.create(task.spec, task.row_optimizer, machine.directory / "tables")
+        with TrainerPool(machine, tables, work, trainers=16, cores=[[core] for core in range(16)]) as pool:
+            params, stats = pool.run()
+
+Each trainer has a JAX and a stream of batches of its own, trains on rows at the servers or in the shared memory, and
+synchronises through sync servers, in the background or every k steps. A dead process is replaced, and nothing rolls
+back:
 
 - trainer: its successor starts with the parameters of the others and a fresh optimizer state, at the last position that
   the pool has polled; batches after it are trained twice;
@@ -29,7 +35,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +44,14 @@ import numpy as np
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Checkpointer, images, newest_first, restore_each
 from jaxrec.checkpoint.format import number_of
-from jaxrec.cluster.processes import Handle, Process, packed
+from jaxrec.cluster.local import Machine
+from jaxrec.cluster.processes import Process, RayProcess, packed
 from jaxrec.cluster.runtime import Cluster
-from jaxrec.cluster.servers import RayServer, ServerHandle
+from jaxrec.cluster.servers import RayServer
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
 from jaxrec.cluster.sync_servers import SyncServer, assign_leaves
-from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examples_in
-from jaxrec.embedding import Tables
+from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examples_in, work_of
+from jaxrec.embedding import HostTables, Tables
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
 from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floating
@@ -91,12 +98,13 @@ def summed(before: Progress, now: Progress) -> Progress:
 
 
 class TrainerPool:
-    """Pool of n trainers in processes of their own, over rows at shard servers; for a `with` block.
+    """Pool of n trainers in processes of their own; for a `with` block.
 
     Args:
-      cluster: the entered cluster.
-      servers: shard servers, for the exclusive use of this pool.
-      work: work of the trainers.
+      cluster: the entered cluster, or the entered machine.
+      servers: shard servers, for the exclusive use of this pool; or host tables in files of this machine.
+      work: work of the trainers, or a function that returns it and is called in each process. Where neither Ray nor
+        cloudpickle is installed it must be one of a module, as an optax optimizer cannot be pickled.
       trainers: n.
       sync_servers: number of processes over which the leaves of a centre are distributed; 1 for other rules.
       cores: numbers of the cores that each trainer may use, such as [[0], [1]]; None for all.
@@ -115,20 +123,28 @@ class TrainerPool:
     """
 
     def __init__(
-        self, cluster: Cluster, servers: Supervisor, work: TrainerWork, trainers: int = 2, *, sync_servers: int = 1,
+        self, cluster: Cluster | Machine, servers: Supervisor | HostTables,
+        work: TrainerWork | Callable[[], TrainerWork], trainers: int = 2, *, sync_servers: int = 1,
         cores: Sequence[Sequence[int]] | None = None, directory: str | Path | None = None,
         save_every_seconds: float | None = None, run: str | None = None, extra: Mapping[str, Any] | None = None,
         positions: Sequence[int] | None = None, timeout_s: float = 30.0, most_deaths: int = 8,
         resources: dict[str, float] | None = None,
     ):  # fmt: skip
-        _check(cluster, work, trainers, cores, positions, directory, save_every_seconds)
+        given, work = work, work() if callable(work) else work
+        _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
-        self._servers, self._work, self._cores, self._resources = servers, work, cores, resources
-        self._sync_servers = SyncServers(work.rule, initial_leaves(work.params)[1], trainers, sync_servers, timeout_s)
+        self._work, self._cores, self._resources = work, cores, resources
+        self._process: Callable[..., Process] = RayProcess
+        self._packed: tuple[list[str], bytes | str] = packed(given)
+        if isinstance(cluster, Machine):
+            self._process, self._packed = cluster.process, cluster.kept(self._packed)
+        initial = initial_leaves(work.params)[1]
+        how = self._process, self._packed, work.rule
+        self._sync_servers = SyncServers(*how, initial, trainers, sync_servers, timeout_s)
         self._extra = dict(extra or {})
-        self._tables = PoolTables(servers, directory, save_every_seconds, work.params, run)
-        self._packed = packed(work)
+        kind: Any = SharedTables if isinstance(servers, HostTables) else ServedTables
+        self._tables: SharedTables = kind(servers, directory, save_every_seconds, work.params, run)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
         self._trainers: list[Process] = []
         self._incarnations = [1] * trainers
@@ -156,7 +172,7 @@ class TrainerPool:
         return list(self._progress)
 
     def __enter__(self) -> "TrainerPool":
-        self._servers.begin(self)  # from here on rows are restored
+        self._tables.begin(self)
         self._started_at = time.monotonic()
         self._sync_servers.start()
         self._trainers = [self._start_trainer(number, None) for number in range(len(self._progress))]
@@ -245,11 +261,11 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = Process(TrainerProcess, name, resources=self._resources)
+        one = self._process(TrainerProcess, name, resources=self._resources)
         cores = None if self._cores is None else list(self._cores[number])
         one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
-            self._progress[number].position, leaves, self._tables.handles, self._sync_servers.handles,
+            self._progress[number].position, leaves, self._tables.access, self._sync_servers.handles,
             f"{self._name}-{number}", self._timeout_s, cores,
         )  # fmt: skip
         return one
@@ -281,7 +297,7 @@ class TrainerPool:
         if not lost:
             self._lost_since.pop(number, None)
         elif time.monotonic() - self._lost_since.setdefault(number, time.monotonic()) > self._timeout_s:
-            self._servers.tables.mark_lost(lost, f"it has not answered trainer {number} for {self._timeout_s:g} s")
+            self._tables.mark_lost(lost, f"it has not answered trainer {number} for {self._timeout_s:g} s")
         else:
             self._tables.probe(lost)
 
@@ -347,8 +363,13 @@ class TrainerPool:
         return sum(examples_in(batch) for stream in streams for batch in stream)
 
 
-def _check(cluster, work, trainers, cores, positions, directory, save_every_seconds):
+def _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds):
     cluster.check_entered()
+    if isinstance(servers, HostTables) and (servers.directory is None or not isinstance(cluster, Machine)):
+        raise ValueError(
+            "HostTables are shared by processes of one Machine, through files: create them in a directory, such as "
+            "machine.directory / 'tables'."
+        )
     whole_number("trainers", trainers)
     whole_number("work.workers", work.workers)
     for name, given in (("cores", cores), ("positions", positions)):
@@ -369,12 +390,23 @@ def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
     return TrainState(DenseState(jnp.asarray(number, jnp.int32), one, ()), tables)
 
 
+class PoolSyncServer(SyncServer):
+    """A sync server in a process of its own, for the rule of a pool's work, which is `packed`."""
+
+    def __init__(self, packed: tuple[list[str], bytes | str], *args: Any):
+        rule = work_of(packed).rule
+        assert rule is not None
+        super().__init__(rule, *args)
+
+
 class SyncServers:
     """The sync servers of a pool: processes with a `SyncServer` each; none without a rule."""
 
     def __init__(
-        self, rule: Rule | None, initial: Sequence[np.ndarray], trainers: int, sync_servers: int, timeout_s: float
-    ):
+        self, process: Callable[..., Process], packed: tuple, rule: Rule | None, initial: Sequence[np.ndarray],
+        trainers: int, sync_servers: int, timeout_s: float,
+    ):  # fmt: skip
+        self._process, self._packed = process, packed
         self._rule, self._initial, self._trainers, self._timeout_s = rule, list(initial), trainers, timeout_s
         self._assigned = [] if rule is None else assign_leaves([leaf.nbytes for leaf in initial], rule, sync_servers)
         self._servers: list[Process] = []
@@ -384,7 +416,7 @@ class SyncServers:
         self._servers = [self._start_server(number, self._initial) for number in range(len(self._assigned))]
 
     @property
-    def handles(self) -> list[Handle]:
+    def handles(self) -> list[Any]:
         """Handle to each server."""
         return [server.handle for server in self._servers]
 
@@ -441,41 +473,48 @@ class SyncServers:
 
     def _start_server(self, number, leaves):
         threads = 2 * self._trainers + 8  # for calls that wait in a round, and others meanwhile
-        args = self._rule, [leaves[leaf] for leaf in self._assigned[number]], self._trainers, self._timeout_s
-        return Process(SyncServer, f"sync server {number}", args, threads)
+        args = self._packed, [leaves[leaf] for leaf in self._assigned[number]], self._trainers, self._timeout_s
+        return self._process(PoolSyncServer, f"sync server {number}", args, threads)
 
 
-class PoolTables:
-    """The shard servers of a pool, whose deaths trainers detect before the driver does, and the images of their rows.
+class SharedTables:
+    """Host tables in files that trainers attach, and the images of their rows.
 
     `params`, parameters of one replica, are a template of those in an image.
+
+    Attributes:
+      access: what a trainer reaches the rows by: the directory of the files.
     """
 
+    copy: Literal["whole", "shards"] = "whole"
+
     def __init__(
-        self, servers: Supervisor, directory: str | Path | None, save_every_seconds: float | None, params: PyTree,
+        self, tables: Any, directory: str | Path | None, save_every_seconds: float | None, params: PyTree,
         run: str | None = None,
     ):  # fmt: skip
-        self._servers, self._every, self._params = servers, save_every_seconds or math.inf, params
+        self._tables, self._every, self._params = tables, save_every_seconds or math.inf, params
         self._directory = None if directory is None else local_path(directory)
         # Opened now, to detect another run that saves there before anything is trained.
         self._saver: Checkpointer | None = None
         if self._directory is not None and save_every_seconds is not None:
-            self._saver = Checkpointer(self._directory, copy="shards", run=run)
+            self._saver = Checkpointer(self._directory, copy=self.copy, run=run)
         self._saving: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
         self._saved_at = time.monotonic()
 
     @property
-    def handles(self) -> list[ServerHandle]:
-        """Handles to the servers that the tables use."""
-        return [server.handle for server in self._servers.in_use]
+    def access(self) -> Any:
+        """See `SharedTables`."""
+        return self._tables.directory
+
+    def begin(self, pool: TrainerPool) -> None:
+        """Begin to restore lost rows; those in files are not lost."""
 
     def probe(self, lost: Sequence[int]) -> None:
-        """Let the tables note whether servers of shards are lost that a trainer takes for lost."""
-        for server in self._servers.in_use:
-            if set(server.shards) & set(lost):
-                with contextlib.suppress(ShardsLost):
-                    self._servers.tables.probe(server.shards[0])
+        """Let the tables note whether shards are lost that a trainer takes for lost."""
+
+    def mark_lost(self, lost: Sequence[int], reason: str) -> None:
+        """Mark shards as lost."""
 
     def restore_lost(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
         """Replace dead servers and restore their rows from the newest image; if none is dead, save if a save is due.
@@ -486,24 +525,8 @@ class PoolTables:
         Returns:
           {successor: reason of the death}.
         """
-        lost, before = self._servers.tables.lost, self._servers.in_use
-        if not lost:
-            self._save_if_due(beside_rows)
-            return {}
-        if self._saving is not None:
-            self._saving.join()  # it fails, as shards are lost
-        while lost:
-            self._servers.recover(lost)
-            try:
-                # Each shard from the newest image in which it is intact.
-                candidates = [] if self._directory is None else newest_first(self._directory)
-                restore_each(candidates, self._servers.tables, lost)
-                lost = ()
-            except ShardsLost as again:  # a successor died: restore all of them again
-                lost = tuple(sorted({*lost, *again.shards}))
-        reasons = {death.server: death.reason for death in self._servers.deaths}
-        after = self._servers.in_use
-        return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}
+        self._save_if_due(beside_rows)
+        return {}
 
     def save(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> None:
         """As `TrainerPool.save`."""
@@ -537,7 +560,7 @@ class PoolTables:
         try:
             if not all(np.isfinite(leaf).all() for leaf in leaves or ()):
                 raise FloatingPointError("the parameters are not finite")
-            saver.save(image_of(saver.directory, params, self._servers.tables), extra)
+            saver.save(image_of(saver.directory, params, self._tables), extra)
             saver.wait()
         except Exception as error:  # the thread must not end in silence; training goes on
             self._failure = error
@@ -549,3 +572,57 @@ class PoolTables:
             self._saving.join()
         if self._saver is not None:
             self._saver.close()
+
+
+class ServedTables(SharedTables):
+    """The shard servers of a pool, whose deaths trainers detect before the driver does, and the images of their rows.
+
+    Attributes:
+      access: handles to the servers that the tables use.
+    """
+
+    copy = "shards"
+
+    def __init__(self, servers: Supervisor, *args: Any):
+        super().__init__(servers.tables, *args)
+        self._servers = servers
+
+    @property
+    def access(self) -> Any:
+        """See `ServedTables`."""
+        return [server.handle for server in self._servers.in_use]
+
+    def begin(self, pool: TrainerPool) -> None:
+        """See `SharedTables`."""
+        self._servers.begin(pool)
+
+    def probe(self, lost: Sequence[int]) -> None:
+        """See `SharedTables`."""
+        for server in self._servers.in_use:
+            if set(server.shards) & set(lost):
+                with contextlib.suppress(ShardsLost):
+                    self._tables.probe(server.shards[0])
+
+    def mark_lost(self, lost: Sequence[int], reason: str) -> None:
+        """See `SharedTables`."""
+        self._tables.mark_lost(lost, reason)
+
+    def restore_lost(self, beside_rows: Callable[[], tuple[list | None, dict]]) -> dict[RayServer, str]:
+        """See `SharedTables`."""
+        lost, before = self._tables.lost, self._servers.in_use
+        if not lost:
+            return super().restore_lost(beside_rows)
+        if self._saving is not None:
+            self._saving.join()  # it fails, as shards are lost
+        while lost:
+            self._servers.recover(lost)
+            try:
+                # Each shard from the newest image in which it is intact.
+                candidates = [] if self._directory is None else newest_first(self._directory)
+                restore_each(candidates, self._tables, lost)
+                lost = ()
+            except ShardsLost as again:  # a successor died: restore all of them again
+                lost = tuple(sorted({*lost, *again.shards}))
+        reasons = {death.server: death.reason for death in self._servers.deaths}
+        after = self._servers.in_use
+        return {new: reasons[new.index] for old, new in zip(before, after, strict=True) if new is not old}

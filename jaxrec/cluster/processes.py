@@ -1,9 +1,10 @@
-"""Objects in processes of their own, as Ray actors: call and poll them, and detect the deaths of the processes.
+"""Objects in processes of their own: call and poll them, and detect the deaths of the processes; as Ray actors.
 
 Ray itself waits without a limit; every wait here has one. Ray never restarts an actor (`max_restarts=0`): the next call
 would reach an empty one, without an error.
 """
 
+import abc
 import contextlib
 import importlib
 import math
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrec.cluster.runtime import import_ray
@@ -69,30 +71,17 @@ class ProcessInfo(NamedTuple):
     version: str  # of jaxrec
 
 
-class Process:
+class Process(abc.ABC):
     """A new process with one object, whose methods are called through `handle`.
-
-    Args:
-      kind: class of the object.
-      name: name of the process in messages.
-      args: arguments of the class.
-      threads: maximum number of concurrent calls.
-      resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
 
     Attributes:
       info: future of its `ProcessInfo`.
-      lifetime: Ray's object reference that is ready once the process has ended.
     """
 
-    def __init__(
-        self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
-    ):
-        options = _ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
-        actor = import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
-        self.name, self.handle = name, Handle(actor, name)
-        self.lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
-        self.info = self.handle.call("process_info")
-        self._pending: RayAnswer | None = None
+    def __init__(self, name: str, handle: Any):
+        self.name, self.handle = name, handle
+        self.info = handle.call("process_info")
+        self._pending: Any = None
         self._started_at, self._asked_at, self._answered_at = time.monotonic(), 0.0, -math.inf
 
     @property
@@ -102,6 +91,14 @@ class Process:
             return self.info.result(0).pid
         except (TimeoutError, ServerGone):
             return None
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """Kill the process."""
+
+    @abc.abstractmethod
+    def _ended(self) -> str:
+        """Return how the process has ended; '' if it is there."""
 
     def death_reason(self, timeout_s: float = math.inf) -> str:
         """Return why the process counts as dead; '' if it is alive.
@@ -115,19 +112,7 @@ class Process:
         # Since the call, not since the last answer: this process may itself have waited for something else meanwhile.
         if self._answered_at > -math.inf and self._pending is not None and now - self._asked_at > timeout_s:
             return f"{self.name} has not answered for {timeout_s:g} s"
-        try:
-            RayAnswer(self.lifetime, self.name).result(0)
-        except TimeoutError:
-            return ""
-        except Exception as error:
-            return str(error)
-        return f"{self.name} has ended"
-
-    def kill(self) -> None:
-        """Kill the process, if Ray still knows it; takes some seconds if it is stopped (SIGSTOP)."""
-        ray = import_ray()
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self.handle.actor, no_restart=True)
+        return self._ended()
 
     def poll(self, method: str) -> Any:
         """Return the result of the pending call of a method and forget the call; None if there is no result yet.
@@ -147,15 +132,74 @@ class Process:
         return found
 
 
+class RayProcess(Process):
+    """A new process on Ray.
+
+    Args:
+      kind: class of the object.
+      name: name of the process in messages.
+      args: arguments of the class.
+      threads: maximum number of concurrent calls.
+      resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
+
+    Attributes:
+      lifetime: Ray's object reference that is ready once the process has ended.
+    """
+
+    def __init__(
+        self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
+    ):
+        options = _ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
+        actor = import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
+        self.lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
+        super().__init__(name, Handle(actor, name))
+
+    def _ended(self) -> str:
+        try:
+            RayAnswer(self.lifetime, self.name).result(0)
+        except TimeoutError:
+            return ""
+        except Exception as error:
+            return str(error)
+        return f"{self.name} has ended"
+
+    def kill(self) -> None:
+        """Kill the process, if Ray still knows it; takes some seconds if it is stopped (SIGSTOP)."""
+        ray = import_ray()
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self.handle.actor, no_restart=True)
+
+
 def packed(*what: Any) -> tuple[list[str], bytes]:
-    """Pickle objects and functions, also of `__main__`, with the module search path that `unpacked` needs."""
-    return [path for path in sys.path if path], importlib.import_module("ray.cloudpickle").dumps(what)
+    """Pickle objects and functions, with the module search path that `unpacked` needs.
+
+    Raises:
+      ValueError: something cannot be pickled without Ray or cloudpickle.
+    """
+    try:
+        return [path for path in sys.path if path], _pickler().dumps(what)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"this cannot be sent to another process ({error}): give a function of a module that makes it, or "
+            "pip install cloudpickle."
+        ) from error
 
 
-def unpacked(paths: Sequence[str], pickled: bytes) -> tuple:
-    """Unpickle, in another process, what `packed` has returned; its search path is appended to that of this process."""
+def _pickler():
+    for name in ("cloudpickle", "ray.cloudpickle"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(name)
+    return pickle
+
+
+def unpacked(paths: Sequence[str], pickled: bytes | str) -> tuple:
+    """Unpickle, in another process, what `packed` has returned; its search path is appended to that of this process.
+
+    Args:
+      pickled: the bytes, or the path of a file with them.
+    """
     sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
-    return pickle.loads(pickled)
+    return pickle.loads(Path(pickled).read_bytes() if isinstance(pickled, str) else pickled)
 
 
 def _with_lifetime(kind):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jaxrec.checkpoint  # imported beforehand: a server saves, restores and tracks its rows
 import jaxrec.cpr.tracking
-from jaxrec.cluster.processes import Handle, Process, RayAnswer
+from jaxrec.cluster.processes import Handle, RayAnswer, RayProcess
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 
@@ -42,9 +42,9 @@ class ServerActor:
         return self._server.answer(verb, sender, *args)
 
 
-def server_process(resources: dict[str, float] | None = None) -> Process:
+def server_process(resources: dict[str, float] | None = None) -> RayProcess:
     """Start a process in which a server can begin, now or later."""
-    return Process(ServerActor, "its process", resources=resources)
+    return RayProcess(ServerActor, "its process", resources=resources)
 
 
 class ServerHandle(Handle):
@@ -73,7 +73,7 @@ class RayServer:
       lifetime: Ray's object reference that is ready once the process has ended.
     """
 
-    def __init__(self, config: ServerConfig, index: int, shards: Sequence[int], incarnation: int, standby: Process):
+    def __init__(self, config: ServerConfig, index: int, shards: Sequence[int], incarnation: int, standby: RayProcess):
         self.index, self.shards, self.incarnation = index, tuple(shards), incarnation
         self._process, self.lifetime = standby, standby.lifetime
         self._begun = standby.handle.call("begin", config, self.shards, incarnation)

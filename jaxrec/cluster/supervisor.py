@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.callbacks import Callback
-from jaxrec.cluster.processes import Process
+from jaxrec.cluster.processes import RayProcess
 from jaxrec.cluster.runtime import Cluster, import_ray
 from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.embedding import RemoteTables
@@ -81,7 +81,7 @@ class Supervisor(Callback):
         directory: str | Path | None = None, timeout_s: float = 60.0, start_timeout_s: float = 60.0,
         most_deaths: int = 8, client: str | None = None, resources: dict[str, float] | None = None, spares: int = 0,
     ):  # fmt: skip
-        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[Process]()
+        self._number_of_spares, self._spares = whole_number("spares", spares, 0), list[RayProcess]()
         real_number("timeout_s", timeout_s, _SECONDS, is_positive)
         self._start_timeout_s = real_number("start_timeout_s", start_timeout_s, _SECONDS, is_positive)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import optax
 
 from jaxrec.cluster.processes import unpacked
 from jaxrec.cluster.sync_servers import SyncClient
-from jaxrec.embedding import RemoteTables
+from jaxrec.embedding import HostTables, RemoteTables
 from jaxrec.embedding.servers import Server
 from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow
 from jaxrec.shadowsync.params import with_floating
@@ -56,6 +57,13 @@ class TrainerWork(NamedTuple):
     pace_seconds: float = 0.0
     workers: int = 1
     core_share: float = 1.0
+
+
+def work_of(given: Any) -> TrainerWork:
+    """Return the work of a pool that is given as such, or `packed`, itself or as a function that makes it."""
+    if not isinstance(given, TrainerWork):
+        (given,) = unpacked(*given)
+    return given() if callable(given) else given
 
 
 class Progress(NamedTuple):
@@ -184,18 +192,18 @@ class TrainerProcess:
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
     def begin(
-        self, work: TrainerWork | tuple[list[str], bytes], number: int, trainers: int, incarnation: int, start: int,
-        params: list | None, servers: Sequence[Server], sync_servers: Sequence[Any], client: str, timeout_s: float,
-        cores: Sequence[int] | None,
+        self, work: TrainerWork | tuple[list[str], bytes | str], number: int, trainers: int, incarnation: int,
+        start: int, params: list | None, servers: Sequence[Server] | Path, sync_servers: Sequence[Any], client: str,
+        timeout_s: float, cores: Sequence[int] | None,
     ) -> None:  # fmt: skip
         """Start training in a thread.
 
         Args:
-          work: work of the pool, possibly `packed`.
+          work: work of the pool, see `work_of`.
           number, trainers, incarnation: of this trainer.
           start: number of the first batch.
           params: initial floating leaves; None for those of `work.params`.
-          servers, sync_servers: handles, which must answer within `timeout_s`.
+          servers, sync_servers: handles, which must answer within `timeout_s`; or the directory of host tables.
           client: name of this trainer at the shard servers.
           cores: numbers of the cores that its threads may use; None for all.
         """
@@ -245,9 +253,7 @@ class TrainerProcess:
             if cores is not None:  # before JAX counts them; threads inherit the mask
                 os.sched_setaffinity(0, cores)
             work, *rest = mine
-            if not isinstance(work, TrainerWork):
-                (work,) = unpacked(*work)
-            self._params = self._train(work, *rest)
+            self._params = self._train(work_of(work), *rest)
             self._state = "done"
         except BaseException as error:
             notes = "; ".join(getattr(error, "__notes__", ()))
@@ -255,14 +261,11 @@ class TrainerProcess:
             self._state = "failed"
 
     def _train(self, work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s):
-        tables: Any = RetryingTables(
-            work.task.spec, work.task.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
-        )
-        with self._lock:
-            self._tables, successors = tables, dict(self._servers)
-        for shards, server in successors.items():  # those announced before the tables were ready
-            with contextlib.suppress(ValueError):
-                tables.replace_server(server, shards, "it died while this trainer started")
+        tables: Any
+        if isinstance(servers, Path):
+            tables = HostTables.attach(work.task.spec, work.task.row_optimizer, servers)
+        else:
+            tables = self._remote(work, servers, client, incarnation, timeout_s)
         self._stream = Stream(work.batches(number, trainers)(start), start)
         begin = work.params if params is None else with_floating(work.params, params)
         dense = init_dense(begin, work.task.optimizer, make_mesh(devices=jax.local_devices()[:1]))
@@ -279,6 +282,17 @@ class TrainerProcess:
             (lambda _: self._sync) if self._sync else None, work.workers, self._after_step,
         )  # fmt: skip
         return jax.device_get(dense.params)
+
+    def _remote(self, work, servers, client, incarnation, timeout_s):
+        tables = RetryingTables(
+            work.task.spec, work.task.row_optimizer, servers, timeout_s, client=client, incarnation=incarnation
+        )
+        with self._lock:
+            self._tables, successors = tables, dict(self._servers)
+        for shards, server in successors.items():  # those announced before the tables were ready
+            with contextlib.suppress(ValueError):
+                tables.replace_server(server, shards, "it died while this trainer started")
+        return tables
 
     def _synchroniser(self, work, number):
         if work.every_steps is not None:

@@ -97,7 +97,8 @@ REFUSED = {
     "--where threads": "--where threads is for --shadowsync easgd, ma or bmuf",
     "--shadowsync ma --where threads": "--where threads is for --tables host without --pipeline and --cpr",
     "--shadowsync ma --where threads --tables host --cpr mfu": "--where threads is for --tables host without",
-    "--shadowsync ma --where processes --tables host": "--where processes is for --tables remote without",
+    "--shadowsync ma --where processes": "--where processes is for --tables host or remote without",
+    "--shadowsync ma --where processes --tables host --pipeline oac": "--where processes is for --tables host or",
     "--shadowsync ma --where lockstep --tables host --workers 2": "--workers 2 is for trainers that run freely",
     "--tables pinned --pipeline sync": "--pipeline sync is for --tables host, remote or, with oac, pinned",
 }

@@ -1,0 +1,210 @@
+"""Objects in processes of their own on this machine, without Ray: for trainers that share tables in host memory.
+
+    if __name__ == "__main__":  # processes import the main module again
+        with Machine() as machine:
+            tables = HostTables.create(task.spec, task.row_optimizer, machine.directory / "tables")
+            with TrainerPool(machine, tables, work, trainers=16, cores=[[core] for core in range(16)]) as pool:
+                params, stats = pool.run()
+
+A process serves calls at a socket in a directory of shared memory that only this user can enter. When the process that
+has started it ends, however it ends, it ends too, and removes the directory.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import uuid
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from jaxrec.cluster.processes import Process, ProcessInfo
+from jaxrec.embedding.servers import ServerGone
+from jaxrec.files import local_path
+from jaxrec.loop import keep_memory
+
+_SHARED_MEMORY = Path("/dev/shm")
+_KILL_S = 10.0  # for the kernel to end a killed process
+# One thread per operator: the cores are the trainers'. The driver's XLA flags are not theirs.
+_VARIABLES = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
+
+
+class Machine:
+    """Processes on this machine, for a `with` block.
+
+    Args:
+      directory: where sockets, and tables that processes share, are; a new one in shared memory, which is removed at
+        the end, if None.
+    """
+
+    def __init__(self, directory: str | Path | None = None):
+        self._given = None if directory is None else local_path(directory)
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
+        self.directory = self._given or Path(tempfile.mkdtemp(prefix="jaxrec-", dir=shared))
+        self._entered = True
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._entered = False
+        if self._given is None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def check_entered(self) -> None:
+        """Raise a ValueError if the machine is not entered."""
+        if not self._entered:
+            raise ValueError("the machine is not entered: with Machine() as machine: TrainerPool(machine, ...).")
+
+    def process(
+        self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
+    ) -> "LocalProcess":
+        """Start a process with one object; arguments as for `Process`, of which threads and resources are unused."""
+        return LocalProcess(self.directory, self._given is None, kind, name, args)
+
+    def kept(self, packed: tuple[list[str], bytes]) -> tuple[list[str], str]:
+        """Return what `packed` has returned with its bytes in a file: a message is not read until a process serves."""
+        path = self.directory / f"{uuid.uuid4().hex[:12]}.pickle"
+        path.write_bytes(packed[1])
+        return packed[0], str(path)
+
+
+class LocalAnswer:
+    """`Answer` to a call, received at a connection of its own."""
+
+    def __init__(self, connection: Connection | None, name: str):
+        self._connection, self._name = connection, name
+        self._found: tuple[bool, Any] | None = None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the answer, see `Answer.result`."""
+        if self._found is None:
+            self._found = self._received(timeout)
+        succeeded, found = self._found
+        if not succeeded:
+            raise found
+        return found
+
+    def _received(self, timeout):
+        if self._connection is None:
+            return False, ServerGone(f"{self._name} has ended")
+        try:
+            if not self._connection.poll(timeout):
+                raise TimeoutError("no answer yet")
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            return False, ServerGone(f"{self._name} has ended")
+
+
+class LocalHandle(NamedTuple):
+    """Handle to an object in another process; can be pickled."""
+
+    address: str
+    name: str
+
+    def call(self, method: str, *args: Any) -> LocalAnswer:
+        """Call a method of the object; return a future of its result."""
+        try:
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(self.address)
+            connection = Connection(client.detach())
+            connection.send((method, args))
+        except OSError:
+            return LocalAnswer(None, self.name)
+        return LocalAnswer(connection, self.name)
+
+
+class LocalProcess(Process):
+    """A new process of this machine with one object, whose methods are called through `handle`."""
+
+    def __init__(self, directory: Path, removes: bool, kind: type, name: str, args: Sequence):
+        address = str(directory / uuid.uuid4().hex[:12])
+        # Bound here: calls before it has started wait at the socket.
+        with socket.socket(socket.AF_UNIX) as listening, _environment(_VARIABLES):
+            listening.bind(address)
+            listening.listen(128)
+            left = str(directory) if removes else ""
+            self._process = multiprocessing.get_context("spawn").Process(
+                target=_serve, args=(listening, left, kind, tuple(args)), name=name, daemon=True
+            )
+            self._process.start()
+        super().__init__(name, LocalHandle(address, name))
+
+    @property
+    def pid(self) -> int | None:
+        """Process id."""
+        return self._process.pid
+
+    def _ended(self) -> str:
+        code = self._process.exitcode
+        return "" if code is None else f"{self.name} has ended with code {code}"
+
+    def kill(self) -> None:
+        """Kill the process, also one that is stopped (SIGSTOP)."""
+        self._process.kill()
+        self._process.join(_KILL_S)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.handle.address)
+
+
+def _serve(listening: socket.socket, left: str, kind: type, args: tuple) -> None:
+    """Serve the calls of an object in this process; remove the directory `left`, if any, once the driver has ended."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: for the driver, which saves while trainers run
+        signal.signal(number, signal.SIG_IGN)
+    keep_memory()
+    threading.Thread(target=_end_with_driver, args=(left,), daemon=True).start()
+    served = kind(*args)
+    while True:
+        client, _ = listening.accept()
+        threading.Thread(target=_answer, args=(Connection(client.detach()), served), daemon=True).start()
+
+
+def _end_with_driver(left):
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        driver.join()
+        if left:
+            shutil.rmtree(left, ignore_errors=True)
+        os._exit(1)
+
+
+def _answer(connection, served):
+    with connection, contextlib.suppress(EOFError, ConnectionError):
+        method, args = connection.recv()
+        try:
+            found = True, _process_info() if method == "process_info" else getattr(served, method)(*args)
+        except Exception as error:
+            found = False, error
+        try:
+            connection.send(found)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            connection.send((False, RuntimeError(f"the answer of {method} cannot be sent: {error}")))
+
+
+def _process_info():
+    from jaxrec import __version__
+
+    return ProcessInfo("this machine", os.getpid(), __version__)
+
+
+@contextlib.contextmanager
+def _environment(wanted):
+    """Set variables that processes started in the block inherit."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,217 @@
+"""Processes of this machine, without Ray: calls, deaths, the driver's end; and pools of trainers that share tables."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+from jaxrec.cluster import Machine
+from jaxrec.cluster.pool import TrainerPool
+from jaxrec.cluster.trainers import TrainerWork
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
+from jaxrec.embedding.servers import ServerGone
+from jaxrec.shadowsync import easgd, model_averaging
+from jaxrec.task import Task
+from jaxrec.types import Batch
+
+ROWS, STEPS, BATCH = 40, 30, 8
+SPEC = EmbeddingSpec({"item": Table(ROWS, 2)}, {"item": Lookup("item")}, shards=2)
+RULES = {"none": None, "easgd": easgd(), "ma": model_averaging()}
+
+
+class Desk:
+    """An object with calls that answer, raise, wait for each other, and cannot be sent."""
+
+    def __init__(self, greeting):
+        self.greeting, self.rung = greeting, threading.Event()
+
+    def greet(self, name):
+        return f"{self.greeting}, {name}"
+
+    def fail(self):
+        raise KeyError("no such key")
+
+    def wait(self):
+        return self.rung.wait(60)
+
+    def ring(self):
+        self.rung.set()
+
+    def is_rung(self):
+        return self.rung.is_set()
+
+    def unsendable(self):
+        return threading.Lock()
+
+
+def test_calls_are_answered_and_deaths_are_noticed():
+    with Machine() as machine:
+        directory, desk = machine.directory, machine.process(Desk, "the desk", ("Hello",))
+        waiting = desk.handle.call("wait")
+        assert desk.handle.call("greet", "Ann").result(60) == "Hello, Ann" and desk.death_reason() == ""
+        with pytest.raises(TimeoutError):
+            waiting.result(0)
+        with pytest.raises(KeyError, match="no such key"):
+            desk.handle.call("fail").result(60)
+        with pytest.raises(RuntimeError, match="the answer of unsendable cannot be sent"):
+            desk.handle.call("unsendable").result(60)
+        desk.handle.call("ring")
+        assert waiting.result(60) is True and waiting.result() is True
+        assert desk.info.result(60).pid == desk.pid and os.stat(directory).st_mode & 0o77 == 0
+        while desk.poll("is_rung") is None:
+            threading.Event().wait(0.01)
+        os.kill(desk.pid, signal.SIGSTOP)
+        assert desk.poll("is_rung") is None
+        threading.Event().wait(0.3)
+        assert "has not answered for 0.2 s" in desk.death_reason(0.2)
+        pending = desk.handle.call("greet", "Bob")
+        desk.kill()
+        with pytest.raises(ServerGone, match="the desk has ended"):
+            pending.result(60)
+        with pytest.raises(ServerGone, match="the desk has ended"):
+            desk.handle.call("greet", "Bob").result(60)
+        assert desk.death_reason() == "the desk has ended with code -9"
+    assert not directory.exists()
+
+
+DRIVER = """
+import sys, threading
+from jaxrec.cluster import Machine
+from test_local_processes import Desk
+if __name__ == "__main__":
+    with Machine() as machine:
+        desk = machine.process(Desk, "the desk", ("Hello",))
+        desk.handle.call("greet", "Ann").result(60)
+        print(desk.pid, machine.directory, flush=True)
+        threading.Event().wait()
+"""
+
+
+def test_a_killed_driver_leaves_no_process_and_nothing_in_shared_memory(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    with subprocess.Popen([sys.executable, tmp_path / "driver.py"], stdout=subprocess.PIPE, env=environment) as driver:
+        pid, directory = driver.stdout.readline().split()
+        driver.kill()
+    end = time.monotonic() + 30
+    while (Path(f"/proc/{int(pid)}").exists() or Path(directory.decode()).exists()) and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    assert not Path(f"/proc/{int(pid)}").exists() and not Path(directory.decode()).exists()
+
+
+# Pools
+
+
+def loss(params, activations, batch):
+    """Its gradient of a row is 1 for each use, whatever the rows and parameters are."""
+    return activations["item"].sum((1, 2)) + params * batch.label
+
+
+def batches(trainer, trainers):
+    """Batches of rows that no other trainer has, at intervals, so that a kill finds the trainers running."""
+
+    def stream(start):
+        for number in range(start, STEPS):
+            threading.Event().wait(0.02)
+            ids = (
+                trainers * np.random.default_rng([trainer, number]).integers(0, ROWS // trainers, (BATCH, 1))
+            ) + trainer
+            yield Batch({"item": ids.astype(np.int32)}, np.ones(BATCH, np.float32))
+
+    return stream
+
+
+def work_of(rule):
+    task = Task(SPEC, loss, optax.sgd(0.01), sgd(1.0))
+    return TrainerWork(task, np.zeros((), np.float32), batches, RULES[rule], pace_seconds=0.02)
+
+
+def pool_of(machine, rule, trainers=2, **options):
+    tables = HostTables.create(SPEC, sgd(1.0), machine.directory / "tables")
+    options = {"timeout_s": 30.0} | options
+    return tables, TrainerPool(machine, tables, functools.partial(work_of, rule), trainers, **options)
+
+
+def uses(trainers=2):
+    found = np.zeros(ROWS)
+    for trainer in range(trainers):
+        for batch in batches(trainer, trainers)(0):
+            np.add.at(found, batch.ids["item"], 1)
+    return found
+
+
+def rows(tables):
+    return np.stack(tables.parts("width_2")["value"], axis=1).reshape(ROWS, 2)
+
+
+def test_tables_without_files_and_machines_that_are_not_entered_are_refused(tmp_path):
+    tables = HostTables.create(SPEC, sgd(1.0))
+    with Machine(tmp_path) as machine, pytest.raises(ValueError, match="create them in a directory"):
+        TrainerPool(machine, tables, functools.partial(work_of, "none"))
+    with pytest.raises(ValueError, match="the machine is not entered"):
+        TrainerPool(Machine(), tables, functools.partial(work_of, "none"))
+    assert tmp_path.exists()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rule", RULES)
+def test_trainers_train_every_batch_once_into_the_rows_that_they_share(rule):
+    with Machine() as machine:
+        tables, pool = pool_of(machine, rule, cores=[[0], [0]])
+        before = rows(tables).copy()
+        with pool:
+            params, stats = pool.run()
+        changed = before - rows(tables)
+        directory, processes = machine.directory, [*pool.processes, *pool.sync_server_processes]
+    np.testing.assert_allclose(changed, uses()[:, None].repeat(2, 1) / BATCH, rtol=1e-4)
+    assert stats.examples == 2 * STEPS * BATCH and stats.steps == [STEPS] * 2 and len(params) == 2
+    assert all(stats.rounds) == (rule != "none") and stats.failures == []
+    assert not directory.exists() and not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(restarts at|its successor has|is given up):UserWarning")
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGKILL, "trainer"), (signal.SIGSTOP, "trainer"), (signal.SIGKILL, "sync server")]
+)
+def test_a_dead_process_is_replaced_and_every_example_counts_once(tmp_path, number, kind):
+    with Machine() as machine:
+        _, pool = pool_of(machine, "ma", timeout_s=5.0, directory=tmp_path, save_every_seconds=0.2)
+        hit = []
+
+        def strike(pool):
+            if not hit and min(one.position for one in pool.progress) >= 5:
+                hit.append((pool.processes if kind == "trainer" else pool.sync_server_processes)[-1])
+                os.kill(hit[0], number)
+
+        with pool:
+            params, stats = pool.run(strike)
+        processes = [*hit, *pool.processes, *pool.sync_server_processes]
+    assert stats.examples == 2 * STEPS * BATCH and stats.examples_lost == 0 and len(params) == 2
+    assert {failure.kind for failure in stats.failures} >= {kind} and list(tmp_path.glob("step_*"))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_an_error_of_a_trainer_names_it():
+    with Machine() as machine:
+        tables = HostTables.create(SPEC, sgd(1.0), machine.directory / "tables")
+        with (
+            TrainerPool(machine, tables, wrong_work, 1) as pool,
+            pytest.raises(RuntimeError, match="trainer 0 has failed"),
+        ):
+            pool.run()
+
+
+def wrong_work():
+    return work_of("none")._replace(batches=lambda trainer, trainers: lambda start: iter([1 / trainer]))
