@@ -11,7 +11,7 @@ On a machine lent for ten minutes a command, run these six, each within its ten 
     python experiments/on_accelerator.py step_time --out $OUT              8 minutes
     python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
     python experiments/on_accelerator.py shadow saves --out $OUT           5.5 minutes
-    python experiments/on_accelerator.py trainers --out $OUT               8 minutes
+    python experiments/on_accelerator.py cores --out $OUT                  5 minutes
 
 A part writes DIR/PART.json when it ends, and is skipped next time unless --again is given; one that fails or is killed
 at its limit writes DIR/PART.failed.txt. The exit code is 1 if a requested part has no result. Wants torch for the
@@ -55,13 +55,12 @@ class PartOfKit(NamedTuple):
 PARTS = {
     "pinned": PartOfKit("accelerator.pinned", "run", 5),
     "oac_streams": PartOfKit("accelerator.oac_streams", "run", 5),
+    "cores": PartOfKit("accelerator.cores", "run", 5, on_device=False),
     "step_time": PartOfKit("accelerator.step_time", "run", 8),
     "oac": PartOfKit("accelerator.link", "run", 5),
     "oac_wide": PartOfKit("accelerator.link", "run_wide", 3.5),
     "shadow": PartOfKit("accelerator.shadow_rate", "run", 2.5),
     "saves": PartOfKit("accelerator.image_saves", "run", 3),
-    # Compiles for every trainer in each turn: on 16 cores 2.3 minutes gave no row.
-    "trainers": PartOfKit("accelerator.free_trainers", "run", 8, on_device=False),
 }
 LAST_LINES = 60
 

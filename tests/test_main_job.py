@@ -268,7 +268,7 @@ def test_failures_anywhere_are_survived(tmp_path, flags):
 @pytest.mark.slow
 def test_epochs_of_shuffled_criteo_rows_go_on_bit_for_bit(tmp_path, monkeypatch):
     prepare([write_lines(tmp_path / "train.txt", list(criteo_lines(240)))], tmp_path / "rows", min_count=3)
-    flags = {"data": "criteo", "path": (tmp_path / "rows",), "preset": "default", "rows": None, "batch_size": 16}
+    flags = {"data": "criteo", "path": (tmp_path / "rows",), "batch_size": 16}
     flags |= {"steps": None, "epochs": 3, "shuffle": True, "validation_fraction": 0.1, "schedule": "linear"}
     flags |= EXACT["all three"] | {"table_directory": tmp_path / "tables"}
     whole = train.main(changed(TINY, workdir=tmp_path / "whole", **flags))

@@ -11,6 +11,7 @@ has started it ends, however it ends, it ends too, and removes the directory.
 """
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -190,9 +191,7 @@ def _answer(connection, served):
 
 
 def _process_info():
-    from jaxrec import __version__
-
-    return ProcessInfo("this machine", os.getpid(), __version__)
+    return ProcessInfo("this machine", os.getpid(), importlib.import_module("jaxrec").__version__)
 
 
 @contextlib.contextmanager
