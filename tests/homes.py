@@ -1,9 +1,10 @@
-"""Homes of rows by their name, for the harnesses that run over several."""
+"""Homes of rows by their name, and all rows of any of them, for the harnesses that run over several."""
 
 import functools
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrec.embedding import PinnedTables, create_tables, native
@@ -55,3 +56,14 @@ def each_part(tables):
         for part, shards in tables.parts(name).items():
             for array in shards:
                 yield (name, part), array
+
+
+def dense_table(tables, stack, part="value"):
+    """All rows of a stack in order, f32[V, width]."""
+    shards = np.stack([np.asarray(rows) for rows in tables.parts(stack)[part]])
+    return shards.transpose(1, 0, 2).reshape(-1, shards.shape[-1])
+
+
+def every_row(tables):
+    """{(stack, part): f32[V, width]}, copies on the host."""
+    return {(stack, part): dense_table(tables, stack, part) for stack, parts in tables.layout.items() for part in parts}

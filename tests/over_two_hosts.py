@@ -12,8 +12,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
-from test_remote import ENGINES, LENGTH, run, serially
+from click_model import ROWS, SPEC, TASK, batch_at, bits, fresh, plain
+from equality import same
+from runs_with_losses import ENGINES, LENGTH, run, serially
 
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.oac import Pipeline

@@ -1,4 +1,4 @@
-"""Random specs and ids for property tests of several files, and the share of them that the gate runs."""
+"""Random specs, ids and arrays for tests of several files, a small spec, and the share of cases that the gate runs."""
 
 import os
 
@@ -17,6 +17,13 @@ def examples(gate, more):
 def chosen(cases, gate):
     """Pytest parameters of the cases (tuples); a case is in the gate only if `gate(*case)` is true."""
     return [pytest.param(*case, marks=[] if gate(*case) else pytest.mark.more) for case in cases]
+
+
+TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
+
+
+def small_spec(shards=8, tables=None):
+    return EmbeddingSpec(tables or TABLES, {"ab": Lookup(("a", "b")), "w": Lookup("w")}, shards=shards)
 
 
 @st.composite
@@ -47,3 +54,7 @@ def draw_ids(spec, batch_size, seed, missing=0.2):
         array = rng.integers(0, np.broadcast_to(limit, (batch_size, *columns, *hots)))
         ids[key] = np.where(rng.random(array.shape) < missing, -1, array).astype(np.int32)
     return ids
+
+
+def random_like(activation, seed):
+    return np.random.default_rng(seed).standard_normal(activation.shape, np.float32)

@@ -17,7 +17,7 @@ import pytest
 from accelerator import measure
 from accelerator.measure import ROW, Task, in_turns, interval, over
 from homes import needs_compiler
-from world import until
+from threads import until
 
 SCRIPT = Path(on_accelerator.__file__)
 

@@ -7,10 +7,11 @@ import types
 
 import numpy as np
 import pytest
+from click_model import ROWS, SPEC, TASK, batch_at, bits, fresh, plain
+from equality import same
 from kills import kill_at_call, was_killed
 from main import saving
 from main.saving import Best
-from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
 
 from jaxrec.checkpoint import images, read_manifest
 from jaxrec.embedding import HostTables

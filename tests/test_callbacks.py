@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from click_model import loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import batch_of, loss
 
 import jaxrec
-from jaxrec import Callback, EmbeddingSpec, Lookup, Serial, Table, every, sgd
+from jaxrec import Batch, Callback, EmbeddingSpec, Lookup, Serial, Table, every, sgd
 from jaxrec.cpr import RolledBack
 from jaxrec.oac import Pipeline
 from jaxrec.shadowsync import FreeTrainers
@@ -34,7 +34,7 @@ def fresh():
 
 def batches(start=0):
     for number in range(start, STEPS):
-        yield batch_of({"item": np.arange(8, dtype=np.int32) + number}, np.ones(8, np.float32))
+        yield Batch({"item": np.arange(8, dtype=np.int32) + number}, np.ones(8, np.float32))
 
 
 def shifted(state, by):

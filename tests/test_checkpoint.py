@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from homes import each_part, tables_in
+from homes import dense_table, each_part, tables_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import chosen, examples
-from test_tables import dense_table
+from strategies import TABLES, chosen, examples, small_spec
 
 import jaxrec
 from jaxrec import Serial
@@ -47,11 +46,6 @@ from jaxrec.step import init_dense
 
 OPTIMIZERS = {"sgd": sgd(0.1), "adagrad": adagrad(0.1), "rowwise_adagrad": rowwise_adagrad(0.1)}
 SLOTS_ALIKE = ("sgd", "adagrad")  # saved and restored as those of rowwise_adagrad
-TABLES = {"a": Table(30, 4), "b": Table(5, 4), "w": Table(21, 1)}
-
-
-def spec_of(shards=8, tables=None):
-    return EmbeddingSpec(tables or TABLES, {"ab": Lookup(("a", "b")), "w": Lookup("w")}, shards=shards)
 
 
 def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7, 3)):
@@ -95,14 +89,14 @@ SOURCES = [("device", 1, 8), ("device", 8, 8), ("device", 4, 4), ("host", 1, 8),
 )
 def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, optimizer):
     home, devices, shards = source
-    spec = spec_of(shards)
+    spec = small_spec(shards)
     state = make(home, spec, optimizer, devices, seed=1)
     write_image(tmp_path / "step_00000012", snapshot(state, {"position": 99}))
     for target, devices_there, shards_there in [
         ("device", 1, 8), ("device", 2, 8), ("device", 4, 16), ("device", 8, 8), ("host", 1, 8), ("host", 1, 5),
         ("pinned", 2, 8),
     ]:  # fmt: skip
-        other = spec_of(shards_there)
+        other = small_spec(shards_there)
         found, image = restore(tmp_path / "step_00000012", make(target, other, optimizer, devices_there))
         assert_same(state, found, spec)
         assert image.step == 12 and image.extra == {"position": 99}
@@ -113,7 +107,7 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
 
 
 def test_one_shard_is_restored_alone(tmp_path):
-    spec = spec_of()
+    spec = small_spec()
     state = make("host", spec, seed=1)
     write_image(tmp_path / "step_1", snapshot(state))
     other = make("host", spec, seed=2).tables
@@ -145,10 +139,10 @@ def test_one_shard_is_restored_alone(tmp_path):
 )
 @pytest.mark.parametrize("home", ["device", "host", "pinned"])
 def test_an_image_of_something_else_is_refused(tmp_path, home, change, message):
-    spec = spec_of()
+    spec = small_spec()
     write_image(tmp_path / "step_1", snapshot(make("device", spec)))
     tables = change.pop("tables", None) if (change := dict(change)) else None
-    other = spec_of(tables=tables)
+    other = small_spec(tables=tables)
     template = make(home, other, seed=5, **change)
     before = snapshot(template)
     with pytest.raises(ValueError, match=message):
@@ -159,7 +153,7 @@ def test_an_image_of_something_else_is_refused(tmp_path, home, change, message):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Two images of one run."""
-    directory, spec = tmp_path_factory.mktemp("images"), spec_of(2)
+    directory, spec = tmp_path_factory.mktemp("images"), small_spec(2)
     for step in (1, 2):
         write_image(directory / f"step_{step:08d}", snapshot(make("host", spec, seed=step)))
     return directory
@@ -169,7 +163,7 @@ def whole(tmp_path_factory):
 @given(place=st.integers(0, 2**40), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_found(whole, place, bit):
     """A bit of the newest image, at a place among all bytes of its files."""
-    image, spec = whole / "step_00000002", spec_of(2)
+    image, spec = whole / "step_00000002", small_spec(2)
     files = sorted(file for file in image.rglob("*") if file.is_file())
     place %= sum(file.stat().st_size for file in files)
     while place >= files[0].stat().st_size:
@@ -184,7 +178,7 @@ def test_a_flipped_bit_is_found(whole, place, bit):
 
 
 def test_a_missing_file_is_named(whole, tmp_path):
-    spec = spec_of(2)
+    spec = small_spec(2)
     copy = shutil.copytree(whole, tmp_path / "copy")
     for file in sorted((copy / "step_00000002").rglob("*")):
         if file.is_file():
@@ -216,7 +210,7 @@ def test_orbax_alone_loads_a_changed_byte(whole, tmp_path):
 
 
 def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
-    spec = spec_of()
+    spec = small_spec()
     state = make("host", spec)
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in range(5):
@@ -243,17 +237,17 @@ def test_an_image_that_is_replaced_is_there_until_the_new_one_is_whatever_rename
         rename(source, target)
 
     rename, calls = os.rename, itertools.count(1)
-    state, path = make("host", spec_of(2), seed=1), tmp_path / "step_00000012"
+    state, path = make("host", small_spec(2), seed=1), tmp_path / "step_00000012"
     write_image(path, snapshot(state))
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(os, "rename", rename_until)
-        write_image(path, snapshot(make("host", spec_of(2), seed=2)), replace=True)
-    found, _ = restore(tmp_path, make("host", spec_of(2)))
-    assert_same(found, state, spec_of(2))
+        write_image(path, snapshot(make("host", small_spec(2), seed=2)), replace=True)
+    found, _ = restore(tmp_path, make("host", small_spec(2)))
+    assert_same(found, state, small_spec(2))
 
 
 def test_an_image_that_is_pruned_while_it_is_read_gives_way_to_the_newer_one(tmp_path):
-    spec = spec_of(2)
+    spec = small_spec(2)
     newer = make("host", spec, seed=2)
     write_image(tmp_path / "step_00000001", snapshot(make("host", spec, seed=1)))
 
@@ -271,7 +265,7 @@ def test_a_save_that_outlives_an_interrupted_close_releases_the_directory_when_i
     write = lambda *given, **more: (begun.set(), written.wait(60), write_image(*given, **more))[-1]
     monkeypatch.setattr("jaxrec.checkpoint.checkpointer.write_image", write)
     saver = Checkpointer(tmp_path)
-    saver.save(make("host", spec_of(2)))
+    saver.save(make("host", small_spec(2)))
     assert begun.wait(60)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(saver, "wait", functools.partial(signal.default_int_handler, signal.SIGINT, None))
@@ -286,7 +280,7 @@ def test_a_save_that_outlives_an_interrupted_close_releases_the_directory_when_i
 
 
 def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monkeypatch):
-    spec = spec_of(2)
+    spec = small_spec(2)
     state, rename, saved = make("host", spec), os.rename, tmp_path / "step_00000000"
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
@@ -316,7 +310,7 @@ def test_a_failed_save_is_told_tried_again_and_raised_on_leaving(tmp_path, monke
 
 
 def test_a_snapshot_shares_no_memory_with_the_state():
-    spec = spec_of()
+    spec = small_spec()
     state = make("host", spec, seed=1)
     image = snapshot(state)
     before = {name: array.copy() for name, array in image.arrays.items()}
@@ -351,7 +345,7 @@ def flushed(monkeypatch):
 
 def test_a_commit_is_flushed_before_and_after_its_rename(tmp_path, flushed):
     """After a power cut all files are on disk if the name is, and the name is once training has continued."""
-    directory, spec = tmp_path / "made" / "on the way", spec_of(2)
+    directory, spec = tmp_path / "made" / "on the way", small_spec(2)
     write_image(directory / "step_1", snapshot(make("host", spec)))
     renamed, partial = flushed.index(("rename", str(directory / "step_1"))), directory / "step_1.partial"
     files = [partial / path.relative_to(directory / "step_1") for path in (directory / "step_1").rglob("*")]
@@ -407,7 +401,7 @@ def test_saving_shard_by_shard_needs_no_more_than_about_one_shard_of_memory(tmp_
 
 @pytest.mark.parametrize("home", ["host", "device", "pinned"])
 def test_an_image_saved_shard_by_shard_is_the_same_state(tmp_path, home):
-    spec, state = spec_of(), make(home, spec_of(), devices=1 if home == "host" else 4, seed=1)
+    spec, state = small_spec(), make(home, small_spec(), devices=1 if home == "host" else 4, seed=1)
     for copy in ("whole", "shards"):
         with Checkpointer(tmp_path / copy, copy=copy) as checkpointer:
             checkpointer.save(state)

@@ -12,18 +12,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
 import evaluate
 import jax
 import numpy as np
 import pytest
+from click_model import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, plan_of
+from equality import same
+from runs_with_losses import ENGINES, EVERY, LENGTH, run, serially
 from studies import server_kills
 from studies.server_kills import Killing
-from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
-from test_remote import ENGINES, EVERY, LENGTH, of_rows, run, serially
+from threads import until
 from watching import Process, command_of, differences, processes_below
 
 from jaxrec import Serial
@@ -72,20 +72,6 @@ def kill(servers, index, number=signal.SIGKILL):
     os.kill(servers.processes[index], number)
 
 
-def is_alive(process):
-    with contextlib.suppress(OSError):
-        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    return False
-
-
-def until(true, seconds=60):
-    """Polls a condition; fails the test if it does not come true in time."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "waited in vain"
-        threading.Event().wait(0.02)
-
-
 # ---- bit for bit as host tables
 
 
@@ -123,7 +109,7 @@ def test_what_was_read_stays_what_it_was_and_nothing_spills(start):
     def megabytes(stack, shard, parts, number):
         return np.full(1 << 20, number, np.float32)
 
-    tables, plans = start().tables, of_rows(range(40))
+    tables, plans = start().tables, plan_of(range(40))
     first = tables.read(plans)
     before = jax.tree.map(np.array, first)
     for number in range(20):
@@ -207,7 +193,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
     assert same(found, serially(tmp_path / "wanted", "mfu", log))
     (dead,), before = servers.spares, servers.processes[0]
     os.kill(dead, signal.SIGKILL)  # a dead spare is skipped
-    until(lambda: not is_alive(dead))
+    until(lambda: not command_of(dead))
     recovery = Recovery(tmp_path / "again", EVERY, LENGTH)
     with Serial(TASK, fresh("host")._replace(tables=servers.tables), [servers, recovery]) as engine:
         kill(servers, 0)
@@ -215,7 +201,7 @@ def test_a_spare_takes_the_place_of_the_dead_and_another_one_waits_then(start, k
     assert servers.processes[0] not in (before, dead) and servers.in_use[0].address
     waiting = servers.spares
     servers.close()
-    until(lambda: not any(map(is_alive, waiting)))
+    until(lambda: not any(map(command_of, waiting)))
 
 
 def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, tmp_path):
@@ -227,7 +213,7 @@ def test_a_server_that_is_stopped_is_named_in_time_killed_and_succeeded(start, t
     assert [death.server for death in servers.deaths] == [0]
     said = r"server 0 \(incarnation 1\) has not answered (read|put|take|track|run) within 2 s"
     assert re.search(said, servers.deaths[0].reason)
-    until(lambda: not is_alive(first), 10)
+    until(lambda: not command_of(first), 10)
     assert same(found, serially(tmp_path / "wanted", "mfu", log))
 
 
@@ -238,7 +224,7 @@ def test_who_has_no_supervisor_listed_ends_with_the_name_of_the_server(start):
         with pytest.raises(ShardsLost, match="no callback restores them"):
             engine.train(map(batch_at, range(3)))
     with pytest.raises(ShardsLost, match=r"server 1 \(incarnation 1\) is gone: its process \d+ on .* has ended"):
-        servers.tables.read(of_rows(range(40)))
+        servers.tables.read(plan_of(range(40)))
     assert servers.deaths == []  # and no unused successor is started
 
 
@@ -296,7 +282,7 @@ def test_a_second_cluster_in_one_process_is_refused(cluster):
 DRIVER = """
 import sys
 sys.path[:0] = {path!r}
-from test_engine import ROWS, SPEC
+from click_model import ROWS, SPEC
 from jaxrec.checkpoint import restore_shards
 from jaxrec.cluster import Cluster, Supervisor
 
@@ -348,10 +334,10 @@ def test_a_cluster_that_runs_is_joined_with_its_token_and_never_without(by_hand,
     closed, open_to_all = by_hand(token | {"RAY_AUTH_MODE": "token"}), by_hand({"RAY_AUTH_MODE": "disabled"})
     driver, said = driver_of(closed, HOME=str(short), **token)
     word, *processes = said.split()
-    assert word == "begun" and all(is_alive(int(process)) for process in processes)
+    assert word == "begun" and all(command_of(int(process)) for process in processes)
     driver.kill()
     driver.communicate()
-    until(lambda: not any(is_alive(int(process)) for process in processes), 3)
+    until(lambda: not any(command_of(int(process)) for process in processes), 3)
     for address, given, error in (
         (closed, {}, "ValueError the cluster at .* requires a token that this process does not have"),
         (open_to_all, token, "ServerGone server 0 .* has not begun: .*RAY_AUTH_MODE=token"),
@@ -388,7 +374,7 @@ def test_a_driver_that_is_killed_leaves_no_process_within_three_seconds_and_no_f
         os.kill(processes[1], signal.SIGSTOP)
     driver.kill()
     driver.wait()
-    until(lambda: not any(map(is_alive, processes)), 3)
+    until(lambda: not any(map(command_of, processes)), 3)
     until(lambda: not marked(str(directory)) and not directory.exists(), 10)
     assert list(short.glob("jaxrec-*")) == []
 
@@ -399,10 +385,10 @@ def test_a_driver_that_ends_leaves_nothing_and_what_its_terminal_says_is_not_for
     for process in marked(str(directory)):
         os.kill(process, signal.SIGHUP)
         os.kill(process, signal.SIGINT)
-    assert all(map(is_alive, processes))
+    assert all(map(command_of, processes))
     said, _ = driver.communicate("", timeout=60)
     assert "ended" in said and driver.returncode == 0
-    assert not any(map(is_alive, processes)) and not marked(str(directory)) and list(short.glob("jaxrec-*")) == []
+    assert not any(map(command_of, processes)) and not marked(str(directory)) and list(short.glob("jaxrec-*")) == []
 
 
 # ---- the main job

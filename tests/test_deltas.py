@@ -9,13 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fleets import remote
-from homes import each_part, tables_in
+from homes import each_part, every_row, tables_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from strategies import chosen, examples
-from test_checkpoint import OPTIMIZERS, spec_of
-from test_tables import dense_table
+from in_process_servers import remote
+from strategies import chosen, examples, small_spec
 
 from jaxrec.checkpoint import (
     Checkpointer,
@@ -31,22 +29,17 @@ from jaxrec.checkpoint import (
     write_image,
 )  # fmt: skip
 from jaxrec.checkpoint.row_deltas import compact
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostTables, rowwise_adagrad, sgd
 from jaxrec.embedding.tables import initial_rows
 from jaxrec.sharding import make_mesh
 from jaxrec.types import DenseState, TrainState
 
-ROWS = OPTIMIZERS["rowwise_adagrad"]
+ROWS = rowwise_adagrad(0.1)
 HOMES = {"host": ("host", 1), "device": ("device", 1), "device4": ("device", 4), "pinned4": ("pinned", 4)}
 
 
-def parts_of(tables, spec):
-    """{(stack, part): f32[V, width]} of all rows, in order."""
-    return {(n, p): dense_table(tables, n, p).copy() for n in spec.stacks for p in tables.layout[n]}
-
-
 def initial(spec):
-    parts = parts_of(HostTables.create(spec, ROWS), spec)
+    parts = every_row(HostTables.create(spec, ROWS))
     row = np.arange(spec.stacks["width_4"].rows)
     expected = initial_rows(row, 4, spec.row_scale("width_4", row), spec.seed)
     np.testing.assert_array_equal(parts["width_4", "value"], expected)
@@ -87,20 +80,20 @@ class Saved:
     """A run that saves rows, with the expected saved value of every row."""
 
     def __init__(self, directory, home="host", base=True, shards=8):
-        self.directory, self.home, self.spec = directory, home, spec_of(shards)
+        self.directory, self.home, self.spec = directory, home, small_spec(shards)
         self.expected, self.path = initial(self.spec), None
         if base:
             state = self.state(0)
             self.path = directory / "step_00000000"
             write_image(self.path, snapshot(state))
-            self.expected = parts_of(state.tables, self.spec)
+            self.expected = every_row(state.tables)
 
     def state(self, step):
         """Random rows at the given step, and an empty dense state."""
         return TrainState(DenseState(np.int32(step), {}, {}), random_tables(self.home, self.spec, step))
 
     def note(self, tables, rows):
-        now = parts_of(tables, self.spec)
+        now = every_row(tables)
         for (name, _), ids in rows.items():
             for part in (part for stack, part in now if stack == name):
                 self.expected[name, part][ids] = now[name, part][ids]
@@ -114,9 +107,9 @@ class Saved:
         """Restores shards one by one: each equals its image bit for bit, and all others are unchanged."""
         for shard in range(self.spec.shards) if shards is None else shards:
             tables = random_tables(home, self.spec, 99)
-            before = parts_of(tables, self.spec)
+            before = every_row(tables)
             tables, _ = restore_shards(path or self.path, tables, [shard])
-            for key, rows in parts_of(tables, self.spec).items():
+            for key, rows in every_row(tables).items():
                 mine = np.arange(len(rows)) % self.spec.shards == shard
                 np.testing.assert_array_equal(rows[mine], self.expected[key][mine])
                 np.testing.assert_array_equal(rows[~mine], before[key][~mine])
@@ -161,15 +154,15 @@ def test_chains_and_their_compaction(tmp_path_factory, shards, steps, base, most
         tables = random_tables("host", run.spec, 5)
         restored = [restore_shards(found, tables, [shard])[1] for shard in range(shards)]
     assert all([image.path for image in read] == [image.path for image in restored[0]] for read in restored)
-    for key, rows in parts_of(tables, run.spec).items():
+    for key, rows in every_row(tables).items():
         np.testing.assert_array_equal(rows, run.expected[key])
     if steps and found:
-        before = parts_of(tables, run.spec)
+        before = every_row(tables)
         merged = compact(found).path
         tables = random_tables("host", run.spec, 6)
         for shard in range(shards):
             restore_shards(merged, tables, [shard])
-        assert all((before[key] == rows).all() for key, rows in parts_of(tables, run.spec).items())
+        assert all((before[key] == rows).all() for key, rows in every_row(tables).items())
         assert len(chain(merged)) == base + 1 and not list(run.directory.glob("*.partial"))
         state, _ = restore(merged, TrainState(dense_of(0), HostTables.create(run.spec, ROWS)))
         assert (state.dense.params["w"] == steps).all() and state.dense.step == steps
@@ -196,14 +189,14 @@ def test_servers_restore_several_shards_where_they_lie_or_leave_them_as_they_wer
                 tables.with_shard(name, shard, {part: rows[shard] for part, rows in other.parts(name).items()})
 
     def check(shards):
-        now = parts_of(tables, run.spec)
+        now = every_row(tables)
         for key, rows in now.items():
             mine = np.isin(np.arange(len(rows)) % run.spec.shards, shards)
             np.testing.assert_array_equal(rows[mine], run.expected[key][mine])
             np.testing.assert_array_equal(rows[~mine], before[key][~mine])
         return now
 
-    before = parts_of(tables, run.spec)
+    before = every_row(tables)
     _, read = restore_shards(run.path, tables, [6, 1, 4])
     assert [image.step for image in read] == ([0] if base else []) + [1, 2]
     before = check([1, 4, 6])
@@ -232,7 +225,7 @@ def test_the_order_of_deltas_matters(tmp_path):
         for number, step in enumerate(order, 1):
             path = save_rows(directory, path, draw_rows(run.spec, step), run.state(step).tables, number)
         tables, _ = restore_shards(path, HostTables.create(run.spec, ROWS), [2])
-        rows, expected = parts_of(tables, run.spec)["width_4", "value"], run.expected["width_4", "value"]
+        rows, expected = every_row(tables)["width_4", "value"], run.expected["width_4", "value"]
         assert (rows[2::8] == expected[2::8]).all() == same
 
 
@@ -270,13 +263,13 @@ def test_a_flipped_bit_is_found_and_changes_nothing(four, tmp_path):
         place = int(rng.integers(len(content)))
         file.write_bytes(content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :])
         tables = random_tables("host", four.spec, 9)
-        before = parts_of(tables, four.spec)
+        before = every_row(tables)
         with pytest.raises(ValueError, match="damaged|no readable manifest") as caught:
             for shard in range(2):
                 restore_shards(directory / four.path.name, tables, [shard])
         damaged = file.relative_to(directory).parts[0]
         assert damaged in str(caught.value)
-        now = parts_of(tables, four.spec)
+        now = every_row(tables)
         for key in now:  # the first shard may be intact
             assert (now[key][1::2] == before[key][1::2]).all()
         file.write_bytes(content)
@@ -385,9 +378,9 @@ def test_what_does_not_fit_is_refused(four, tmp_path):
     with pytest.raises(ValueError, match="shard=2 must be a whole number from 0 to 1"):
         restore_shards(four.path, tables, [2])
     with pytest.raises(ValueError, match="other spec"):
-        restore_shards(four.path, random_tables("host", spec_of(8), 0), [1])
+        restore_shards(four.path, random_tables("host", small_spec(8), 0), [1])
     with pytest.raises(ValueError, match="other row optimizer slots"):
-        restore_shards(four.path, HostTables.create(four.spec, OPTIMIZERS["sgd"]), [1])
+        restore_shards(four.path, HostTables.create(four.spec, sgd(0.1)), [1])
     with pytest.raises(ValueError, match="must lie in"):
         save_rows(tmp_path, four.path, {}, tables, 1)
     assert save_rows(four.directory, four.path, {}, tables, 9) == four.path  # nothing to save
@@ -415,7 +408,7 @@ def test_a_base_stays_while_deltas_need_it_and_a_new_one_takes_over(tmp_path):
             small.save(run.state(4).tables, draw_rows(run.spec, 4), 4)
             small.wait()
         assert [image.path.name for image in chain(small.newest())] == ["step_00000003", "delta_000001"]
-        run.expected = parts_of(run.state(3).tables, run.spec)
+        run.expected = every_row(run.state(3).tables)
         run.note(run.state(4).tables, draw_rows(run.spec, 4))
         run.check(small.newest(), shards=(0, 4))
 

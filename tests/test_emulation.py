@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import InOrder
+from click_model import loss
 from studies.emulation import ALL_REDUCE, Emulation, Script
-from world import batch_of, loss
+from transports import InOrder
 
-from jaxrec import Task
+from jaxrec import Batch, Task
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, sgd
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, bmuf, easgd, model_averaging
 
@@ -27,7 +27,7 @@ def batches(number, seed=0, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(number):
         ids, label = rng.integers(0, 40, size).astype(np.int32), rng.integers(0, 2, size)
-        yield batch_of({"item": ids}, label.astype(np.float32))
+        yield Batch({"item": ids}, label.astype(np.float32))
 
 
 def emulate(number, trainers, workers=1, script=None, task=None, **more):

@@ -11,44 +11,23 @@ import types
 import weakref
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from fleets import remote
-from homes import tables_in
-from mortal import MortalTables
-from world import at_step, batch_of, loss
-from world import ctrl_c as ctrl_c  # a fixture
-from world import no_automatic_gc as no_automatic_gc  # a fixture
+from click_model import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, stream_from
+from equality import same
+from failing_tables import FailingTables
+from step_callbacks import at_step, failing_at
+from threads import ctrl_c as ctrl_c  # a fixture
+from threads import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
-from jaxrec import Callback, Serial
+from jaxrec import Batch, Callback, Serial
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.loader import Loader
-from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, adagrad, native, plan
+from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, native
 from jaxrec.oac import Overlap, Pipeline
 from jaxrec.prefetch import END, Stream
 from jaxrec.types import ShardsLost
-
-SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
-ROWS, DENSE = adagrad(0.1), optax.adam(0.02)
-TASK = jaxrec.Task(SPEC, loss, DENSE, ROWS)
-
-
-def batch_at(index, size=8):
-    rng = np.random.default_rng(index)
-    ids, label = (rng.zipf(1.3, size) % 40).astype(np.int32), rng.integers(0, 2, size).astype(np.float32)
-    return batch_of({"item": ids}, label)
-
-
-def stream_from(first, last=12):
-    return (batch_at(index) for index in range(first, last))
-
-
-def fresh(home):
-    tables = remote(SPEC, ROWS) if home == "remote" else tables_in(home, SPEC, ROWS)
-    return TASK.init({"w": jnp.ones(4)}, tables)
 
 
 def played(state):
@@ -80,29 +59,8 @@ each = pytest.mark.parametrize(
 )
 
 
-def bits(state):
-    """Copies of all arrays on the host, wherever the tables are placed."""
-    rows = {name: [np.array(a) for a in part] for name, part in state.tables.parts("width_4").items()}
-    return jax.tree.map(np.array, (state.dense, rows))
-
-
 def doubled(state):
     return state._replace(dense=state.dense._replace(params=jax.tree.map(lambda w: w * 2, state.dense.params)))
-
-
-def same(one, other):
-    return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
-
-
-def plain(steps, home="host", act=lambda state, step: state):
-    """(bits, losses) of a plain training loop; `act` is called after every step."""
-    state, losses = fresh(home), []
-    for index in range(steps):
-        batch = batch_at(index)
-        state, metrics = TASK.step(state, batch, plan(SPEC, batch.ids, {"width_4": 8}))
-        losses.append(float(metrics["loss"]))
-        state = act(state, index + 1)
-    return bits(state), losses
 
 
 @pytest.mark.parametrize("make", [ENGINES["serial over device tables"], ENGINES["serial over pinned tables"]])
@@ -118,7 +76,7 @@ def test_batches_of_numpy_are_planned_by_a_gpu_with_equal_results(make, monkeypa
         list(engine.run(stream))
         assert all(issubclass(kind, jax.Array) for kind in kinds)
         assert same(bits(engine.state), grown(12))
-        good = batch_of({"item": np.array([1, 2])}, np.ones(2, np.float32))
+        good = Batch({"item": np.array([1, 2])}, np.ones(2, np.float32))
         for bad, why in (
             (good._replace(ids={"item": np.array([1, 40])}), "1 ids of lookups"),
             (good._replace(ids={"item": np.array([1, 2**40])}), "ids are i32"),
@@ -187,7 +145,7 @@ def test_batches_on_the_device_are_planned_there_with_equal_results(make):
         list(engine.run(sent))
         found = bits(engine.state)
         with pytest.raises(ValueError, match="1 ids of lookups"):
-            list(engine.run([jaxrec.to_device(batch_of({"item": np.array([1, 40])}, np.ones(2)))]))
+            list(engine.run([jaxrec.to_device(Batch({"item": np.array([1, 40])}, np.ones(2)))]))
         assert engine.step == 12 and same(bits(engine.state), found)
     with make() as engine:
         list(engine.run(batch_at(index, size=8 + 8 * (index > 5)) for index in range(12)))
@@ -252,7 +210,7 @@ def test_tables_change_in_a_callback_for_those_behind_it_and_for_the_step_to_com
     with make([change, look]) as engine:
         list(engine.run(stream_from(0)))
     act = lambda state, step: state._replace(tables=emptied(state.tables)) if step == 6 else state
-    assert not np.any(seen[0][1]["value"][1]) and same(bits(engine.state), plain(12, act=act)[0])
+    assert not np.any(seen[0][1]["width_4", "value"][1::4]) and same(bits(engine.state), plain(12, act=act)[0])
     assert not same(bits(engine.state), plain(12)[0])
 
 
@@ -409,14 +367,6 @@ def test_ctrl_c_waits_for_the_step_that_is_committed_and_its_callbacks(ctrl_c):
 
 
 # ---- under misuse nothing fails silently, nothing hangs, no state is lost
-
-
-def failing_at(step, act=lambda: None, error=KeyError):
-    def fail(state):
-        act()
-        raise error("of the callback")
-
-    return at_step(step, fail)
 
 
 @each
@@ -658,17 +608,17 @@ def test_reset_forgets_the_cuts_to_come_and_says_so(make):
     assert same(bits(engine.state), plain(12)[0])
 
 
-def mortal(kind, number):
+def failing(kind, number):
     """A state whose tables lose shard 1 at a chosen call."""
     state = fresh("host")
-    return state._replace(tables=MortalTables.of(state.tables, [(kind, number, 1)]))
+    return state._replace(tables=FailingTables.of(state.tables, [(kind, number, 1)]))
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 @over_host_tables
 def test_shards_that_their_home_has_lost_come_back_and_no_step_is_lost(engine_of, kind):
     events, saved = [], []
-    with engine_of(mortal(kind, 5), [Restoring(events)]) as engine:
+    with engine_of(failing(kind, 5), [Restoring(events)]) as engine:
         engine.snapshot_at(6, lambda state: saved.append(int(state.dense.step)))
         losses = [float(metrics["loss"]) for _, metrics in engine.run(stream_from(0))]
     ((at, shards),) = [event[1:] for event in events if event[0] == "recover"]
@@ -754,7 +704,7 @@ def test_whatever_a_callback_raises_ends_the_run_and_is_told(make):
 
 def test_shards_that_never_come_back_end_a_serial_run_and_the_batch_comes_again():
     stream = stream_from(0)
-    with Serial(TASK, mortal("read", 5)) as engine:
+    with Serial(TASK, failing("read", 5)) as engine:
         with pytest.raises(ShardsLost, match="no callback restores them: give callbacks="):
             list(engine.run(stream))
         assert engine.step == 5
@@ -855,7 +805,7 @@ def test_a_callback_may_refuse_another_state_and_what_was_lost_is_forgotten_with
 def test_a_serial_run_begins_with_shards_that_the_one_before_has_lost():
     """Their server was restarted empty in the meantime and reports no loss."""
     events, stream = [], stream_from(0)
-    with Serial(TASK, mortal("write", 5)) as engine:
+    with Serial(TASK, failing("write", 5)) as engine:
         with pytest.raises(ShardsLost):
             list(engine.run(stream))
         engine.tables.dead.clear()

@@ -7,6 +7,7 @@ public names only.
 import ast
 import functools
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,17 @@ def private_touches(tree):
 
 def found_in_tests(rule):
     return [f"{path.name}:{line}" for path in sorted(TESTS.rglob("*.py")) for line in rule(parsed(path))]
+
+
+# The main job's helpers are still in test_runs.
+IMPORT_TESTS = {"test_demo.py imports test_runs", "test_main_kills.py imports test_runs"}
+
+
+def test_no_module_imports_a_test_module():
+    """Nor does a quoted program, but for its own file: what several need is in modules named after what they hold."""
+    line = re.compile(r"^ *(?:from|import) (test_\w+)", re.MULTILINE)
+    named = {path: set(line.findall(path.read_text())) - {path.stem} for path in TESTS.rglob("*.py")}
+    assert {f"{path.name} imports {name}" for path, names in named.items() for name in names} <= IMPORT_TESTS
 
 
 def test_tests_use_what_is_public():

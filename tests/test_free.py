@@ -22,10 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import Clock, in_meet
-from world import at_step, batch_of, frames, interrupt_when, join_all, loss, no_threads_left, until, workers
+from click_model import loss
+from equality import assert_equal
+from step_callbacks import at_step
+from threads import frames, interrupt_when, join_all, no_threads_left, until, workers
+from transports import Clock, in_meet
 
-from jaxrec import Task, make_eval_step, make_mesh
+from jaxrec import Batch, Task, make_eval_step, make_mesh
 from jaxrec.checkpoint import Checkpointer, restore
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.prefetch import Stream
@@ -67,7 +70,7 @@ def stream(seed, batches, rows=40, size=8):
     rng = np.random.default_rng(seed)
     for _ in range(batches):
         ids, label = rng.integers(0, rows, size), rng.integers(0, 2, size)
-        yield batch_of({"item": ids.astype(np.int32)}, label)
+        yield Batch({"item": ids.astype(np.int32)}, label)
 
 
 def freely(tables, streams, synchroniser=None, workers=1, **more):
@@ -118,10 +121,6 @@ RULES = {
 DENSE, ROWS = optax.adam(0.05), adagrad(0.1)
 TASK = Task(SPEC, loss, DENSE, ROWS)
 STILL_ROWS = Task(SPEC, loss, DENSE, sgd(0.0))
-
-
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def cases(all_of_them, kept):
@@ -325,7 +324,7 @@ def test_stretches_of_two_trainers_in_the_foreground_are_one_run(name):
     rule = RULES[name]
     task = TASK if rule.has_centre else STILL_ROWS  # in turns; otherwise two trainers write rows in any order
     whole, parts = (in_stretches(rule, each, task=task) for each in ([20], [7, 3, 2, 8]))
-    equal(whole, parts)
+    assert_equal(whole, parts)
     assert whole[3] == 12
 
 
@@ -364,11 +363,11 @@ def test_one_trainer_does_not_feel_how_long_its_stretches_are(name, stretch_step
     one, other = (engine(1, rule, stretch_steps=steps, **every) for steps in (stretch_steps, 7))
     with one, other:
         trained(one, stream(0, 15)), trained(other, stream(0, 15))
-        equal((one.state.dense, one.tables.shards), (other.state.dense, other.tables.shards))
+        assert_equal((one.state.dense, one.tables.shards), (other.state.dense, other.tables.shards))
         assert one.figures()["rounds"] == [5 if name else 0] == other.figures()["rounds"]
     if name is None:
         (plain,), _ = train_freely(TASK, PARAMS, HostTables.create(SPEC, ROWS), [stream(0, 15)])
-        equal(plain.params, one.state.dense.params)
+        assert_equal(plain.params, one.state.dense.params)
 
 
 GROUPS = {
@@ -385,7 +384,7 @@ class Counted:
 
     def __init__(self, batches):
         rows = np.arange(batches) % 40
-        self.batches = [batch_of({"item": np.array([row], np.int32)}, np.ones(1)) for row in rows]
+        self.batches = [Batch({"item": np.array([row], np.int32)}, np.ones(1)) for row in rows]
         self.times = np.bincount(rows, minlength=40)
 
     @staticmethod
@@ -442,7 +441,7 @@ def test_a_saved_state_goes_on_in_new_trainers(name, tmp_path):
     with engine(2, rule, stretch_steps=5, **more) as second:
         state, image = restore(tmp_path, second.state)
         second.reset(state)
-        equal(kept, (second.state.dense, second.tables.shards))
+        assert_equal(kept, (second.state.dense, second.tables.shards))
         assert second.step == image.step == 6
         evaluate = make_eval_step(
             SPEC, lambda params, found, batch: found["item"] @ params["w"], make_mesh(2, jax.devices()[:2])
@@ -464,7 +463,7 @@ def test_one_trainer_that_goes_on_from_a_save_is_one_run(tmp_path):
         assert image.step == 15
         second.reset(state)
         trained(second, itertools.islice(stream(0, 30), 15, None))
-        equal((whole.state.dense, whole.tables.shards), (second.state.dense, second.tables.shards))
+        assert_equal((whole.state.dense, whole.tables.shards), (second.state.dense, second.tables.shards))
 
 
 @pytest.mark.parametrize("name", cases(RULES, ["ma-lerp", "bmuf", "easgd-sequential"]))
@@ -473,7 +472,7 @@ def test_together_is_what_finish_makes_of_the_trainers(name, monkeypatch):
     with engine(2, rule, every_steps=2, stretch_steps=9) as trainers:
         trained(trainers, stream(0, 9))
         state, found = trainers.state, trainers.together().dense.params["w"]
-        equal(state.dense, trainers.state.dense)
+        assert_equal(state.dense, trainers.state.dense)
     replicas = [{"w": np.asarray(state.dense.params["w"][i])} for i in range(2)]
     group = SyncGroup(rule, PARAMS, 2, every_steps=2, memory=state.dense.opt_state.group)
     syncs, done, first = [group.trainer(i) for i in range(2)], {}, threading.Event()

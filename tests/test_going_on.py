@@ -4,10 +4,10 @@ import os
 
 import numpy as np
 import pytest
-from test_engine import TASK, batch_at, bits, fresh, plain, same, stream_from
-from world import batch_of
+from click_model import TASK, batch_at, bits, fresh, plain, stream_from
+from equality import same
 
-from jaxrec import Serial
+from jaxrec import Batch, Serial
 from jaxrec.checkpoint import deltas, images, read_manifest, restore
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import capacity_of
@@ -23,8 +23,8 @@ def engine_over(state, name, callbacks=()):
 
 def wide_and_narrow():
     """Two batches: the first touches all rows of shard 0, the second one row."""
-    all_of = batch_of({"item": np.tile(np.arange(0, 40, 4, dtype=np.int32), 2)}, np.ones(20, np.float32))
-    return all_of, batch_of({"item": np.zeros(20, np.int32)}, np.ones(20, np.float32))
+    all_of = Batch({"item": np.tile(np.arange(0, 40, 4, dtype=np.int32), 2)}, np.ones(20, np.float32))
+    return all_of, Batch({"item": np.zeros(20, np.int32)}, np.ones(20, np.float32))
 
 
 @pytest.mark.parametrize("kind", [Serial, Pipeline])

@@ -7,9 +7,10 @@ import traceback
 import jax
 import numpy as np
 import pytest
-from mortal import MortalTables
-from test_engine import SPEC, TASK, batch_at, bits, fresh, plain, same
-from world import until
+from click_model import SPEC, TASK, batch_at, bits, fresh, plain
+from equality import same
+from failing_tables import FailingTables
+from threads import until
 
 from jaxrec import Callback, Serial
 from jaxrec.checkpoint import deltas, restore
@@ -20,14 +21,14 @@ from jaxrec.types import ShardsLost, TrainState
 SAVE_EVERY = 8  # more than the window: a late save is done before the next one is due
 
 
-def mortal(save=99, kind=MortalTables):
+def failing(save=99, kind=FailingTables):
     """A state whose tables lose shard 1 when rows are copied for a chosen save, from 1."""
     state = fresh("host")
     return state._replace(tables=kind.of(state.tables, [("take", save - 1, 1)]))
 
 
-class Watched(MortalTables):
-    """Mortal tables with a function `look` that is called when their values are read."""
+class Watched(FailingTables):
+    """Failing tables with a function `look` that is called when their values are read."""
 
     look = staticmethod(lambda: None)
 
@@ -59,13 +60,13 @@ def test_a_save_that_met_lost_shards_comes_again_and_is_of_the_step_that_it_says
         states[info.step] = jax.tree.map(np.array, info.state.dense)
 
     recovery = recovery_of(tmp_path, 2)
-    with make(mortal(save=2), [keep, recovery]) as engine:
+    with make(failing(save=2), [keep, recovery]) as engine:
         engine.train(batches(3 * SAVE_EVERY))
         # The third save picks its rows ahead, once the late snapshot has ended; one that never ended would block it.
         assert recovery.failed == 1 and recovery.saves == 3
     assert not same(bits(engine.state), plain(3 * SAVE_EVERY)[0])  # negative control: the run has noticed the loss
     for path in deltas(tmp_path):
-        restored, image = restore(path, mortal())
+        restored, image = restore(path, failing())
         assert int(restored.dense.step) == image.step == image.extra["cpr"]["regular"]
         assert same(jax.tree.map(np.array, restored.dense), states[image.step])
     assert len(deltas(tmp_path)) == 3
@@ -84,7 +85,7 @@ def test_after_a_late_save_all_that_was_trained_since_is_saved_by_the_next_one(t
         if threading.current_thread() is not threading.main_thread() and recovery.failed and not told.is_set():
             assert told.wait(60)
 
-    late, state, recovery = {}, mortal(save=1, kind=Watched), recovery_of(tmp_path, 0)
+    late, state, recovery = {}, failing(save=1, kind=Watched), recovery_of(tmp_path, 0)
     with make(state, [recovery, tell]) as engine:
         state.tables.__dict__["look"] = wait_in_the_late_save
         for _ in engine.run(batches(2 * SAVE_EVERY)):
@@ -108,7 +109,7 @@ class NoSuccessor(Callback):
 def test_a_run_that_lost_shards_have_ended_goes_on_from_its_last_save(tmp_path, make):
     """A snapshot that the reset dropped used to block the thread that picks ahead, and the next save."""
     recovery = recovery_of(tmp_path, 2)
-    with make(mortal(save=2), [NoSuccessor(), recovery]) as engine:
+    with make(failing(save=2), [NoSuccessor(), recovery]) as engine:
         with pytest.raises(OSError, match="no machine is left"):
             engine.train(batches(40))
         wanted = Serial(TASK, restore(tmp_path, fresh("host"))[0])
@@ -119,7 +120,7 @@ def test_a_run_that_lost_shards_have_ended_goes_on_from_its_last_save(tmp_path, 
         assert same(bits(engine.state), bits(wanted.state)) and recovery.failed == 0
 
 
-class Fading(MortalTables):
+class Fading(FailingTables):
     """Tables that lose shard 1 while the first image is written from them."""
 
     def parts(self, stack):
@@ -134,17 +135,17 @@ class Fading(MortalTables):
 @each
 def test_a_save_that_is_written_from_the_tables_themselves_comes_again_too(tmp_path, make):
     recovery = Recovery(tmp_path, SAVE_EVERY, 40, copy="shards")
-    with make(mortal(kind=Fading), [recovery]) as engine:
+    with make(failing(kind=Fading), [recovery]) as engine:
         engine.train(batches(SAVE_EVERY + 3))
         assert recovery.failed == recovery.saves == 1 and not engine.tables.dead
-    assert restore(tmp_path, mortal())[1].step >= SAVE_EVERY
+    assert restore(tmp_path, failing())[1].step >= SAVE_EVERY
 
 
 @pytest.mark.parametrize("within", [True, False])
 def test_a_serial_engine_calls_a_save_again_when_its_shards_are_back(within):
     """At the same step: within the run, or before the next run if the shards are restored in between."""
     saved, stream = [], iter([*batches(12)])
-    engine = Serial(TASK, mortal(), [Reviver()] if within else [])
+    engine = Serial(TASK, failing(), [Reviver()] if within else [])
 
     def save(state):
         if not saved:
@@ -191,7 +192,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_the_run_by_name(make, step)
         raise ShardsLost([2])
 
     reviver = Reviver()
-    engine = make(mortal(), [reviver])
+    engine = make(failing(), [reviver])
     engine.snapshot_at(step, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at (the snapshot of step {step}|step \d+): "),
@@ -209,7 +210,7 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         raise ShardsLost([2])
 
     reviver = Reviver()
-    engine = Pipeline(TASK, mortal(), [reviver], window=4)
+    engine = Pipeline(TASK, failing(), [reviver], window=4)
     engine.snapshot_at(6, save)
     with (
         pytest.raises(ShardsLost, match=rf"\[2\] are lost: {AGAIN} at the snapshot of step 6: restore them"),
@@ -226,7 +227,7 @@ def test_a_reset_forgets_what_was_to_be_saved_again():
     def save(state):
         raise ShardsLost([1])
 
-    engine = Serial(TASK, mortal())
+    engine = Serial(TASK, failing())
     engine.snapshot_at(2, save)
     with engine:
         with pytest.raises(ShardsLost):

@@ -6,7 +6,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from world import until
+from threads import until
 
 from jaxrec import Serial, evaluate, every, planned
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
@@ -90,11 +90,6 @@ def test_planned_stays_three_ahead_raises_in_place_and_ends_its_thread():
     with pytest.raises(OSError, match="disk on fire"):
         next(pairs)
     assert not planners()
-
-
-def test_every_refuses_zero():
-    with pytest.raises(ValueError, match="from 1"):
-        every(0, print)
 
 
 def test_evaluate_ignores_padding():

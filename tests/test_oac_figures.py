@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oac_equivalence import same
 from oac_link import oracle_rows, window_rows
-from strategies import chosen, examples
-from test_oac import (
+from oac_task import (
     OPTIMIZER,
     ROWS,
     SPEC,
@@ -28,7 +27,8 @@ from test_oac import (
     task_of,
     train,
 )  # fmt: skip
-from world import batch_of, until
+from strategies import chosen, examples
+from threads import until
 
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, capacity_of
@@ -169,7 +169,7 @@ def compilations(*widths):
         {f"t{width}": Table(2_000, width) for width in widths}, {f"t{width}": Lookup(f"t{width}") for width in widths}
     )
     ids = rng.choice(2_000, (40, len(widths), 128), p=chance / chance.sum()).astype(np.int32)
-    batches = [batch_of(dict(zip(spec.lookups, each, strict=True)), np.zeros(128, np.float32)) for each in ids]
+    batches = [Batch(dict(zip(spec.lookups, each, strict=True)), np.zeros(128, np.float32)) for each in ids]
     summed = lambda params, activations, batch: sum(a.sum(-1) for a in activations.values()) + params["b"]
     task, capacity = jaxrec.Task(spec, summed, OPTIMIZER, ROWS), dict.fromkeys(spec.stacks, 128)
     state = task.init({"b": jnp.zeros(())}, "host")

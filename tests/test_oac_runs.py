@@ -20,15 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from failing_tables import FailingTables
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mortal import MortalTables
 from oac_equivalence import HeldBack, Numbered, same
-from studies.oac_failures import equal
-from test_oac import (
+from oac_task import (
     ROWS,
     SPEC,
-    Broken,
     frozen,
     make_batches,
     make_state,
@@ -40,9 +38,11 @@ from test_oac import (
     train,
     watched,
 )
-from world import at_step, interrupt_when, is_inside, join_all, no_threads_left, until, workers
-from world import ctrl_c as ctrl_c  # a fixture
-from world import no_automatic_gc as no_automatic_gc  # a fixture
+from step_callbacks import at_step
+from studies.oac_failures import equal
+from threads import ctrl_c as ctrl_c  # a fixture
+from threads import interrupt_when, is_inside, join_all, no_threads_left, until, workers
+from threads import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
 from jaxrec import BrokenEngine, Callback, planned
@@ -62,6 +62,10 @@ SKIPS = {"skip_stale_reads": True}
 
 def reset_at(step):
     return lambda now, state: now == step and reset(state.tables)
+
+
+class Broken(Exception):
+    pass
 
 
 def losses_of(pipeline, batches):
@@ -195,9 +199,9 @@ STEPS = 14
 BATCHES = make_batches(STEPS)
 
 
-def mortal(*deaths):
+def failing(*deaths):
     state = make_state()
-    return state._replace(tables=MortalTables.of(state.tables, deaths))
+    return state._replace(tables=FailingTables.of(state.tables, deaths))
 
 
 class Reviver(Callback):
@@ -225,7 +229,7 @@ def serial_loop(lost, batches=BATCHES, delay=0):
     return plain_loop(batches, delay=delay, after=lose)
 
 
-def train_mortal(state, **options):
+def train_failing(state, **options):
     """(pipeline, reviver, losses) of a run in which shards die."""
     reviver = Reviver()
     pipeline = Pipeline(task_of(SPEC), state, [reviver], **({"window": 3} | options))
@@ -246,14 +250,14 @@ def is_serial(pipeline, reviver, losses, **options):
 def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
     """One death is at the last write-back, when no thread is left to gather again."""
     window = {} if "mode" not in options else {"window": None}
-    pipeline, reviver, losses = train_mortal(mortal(death), **options | window)
+    pipeline, reviver, losses = train_failing(failing(death), **options | window)
     assert [shards for _, shards in reviver.lost] == [(death[2],)]
     assert is_serial(pipeline, reviver, losses, delay=int(options.get("mode") == "semisync"))
     assert not same((pipeline.state, losses), serial_loop([]))
 
 
 def test_async_brings_shards_back_too():
-    pipeline, reviver, losses = train_mortal(mortal(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
+    pipeline, reviver, losses = train_failing(failing(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
     # In one recovery or two: a write of an older batch may meet its death during the read.
     assert {shard for _, shards in reviver.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
@@ -263,13 +267,13 @@ def test_async_brings_shards_back_too():
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
     """Each stage may hit the loss once, before it is known."""
-    pipeline, reviver, _ = train_mortal(mortal((kind, 6, 1)), window=5, loaders=1, **skips)
+    pipeline, reviver, _ = train_failing(failing((kind, 6, 1)), window=5, loaders=1, **skips)
     calls = pipeline.tables.calls
     assert len(reviver.lost) == 1 and calls["refused read"] <= 1 and calls["refused write"] <= 1
     assert calls["refused read"] + calls["refused write"] > 0
 
 
-class Waiting(MortalTables):
+class Waiting(FailingTables):
     """Tables whose ninth read sets `begun`, then waits for a condition before it reads."""
 
     def read(self, plans):
@@ -326,7 +330,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
 
 
 def test_without_a_callback_that_recovers_run_says_so_and_goes_on_when_they_are_back():
-    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), mortal(("read", 6, 1)), window=3)
+    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), failing(("read", 6, 1)), window=3)
     with pipeline:
         with pytest.raises(ShardsLost, match="no callback restores them: give callbacks=") as raised:
             list(pipeline.run(stream))
@@ -338,7 +342,7 @@ def test_without_a_callback_that_recovers_run_says_so_and_goes_on_when_they_are_
 
 
 def test_shards_that_are_lost_while_a_run_is_left_are_told_and_come_back_in_the_next_one():
-    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), mortal(("write", 4, 1)), window=3)
+    stream, pipeline = iter(BATCHES), Pipeline(task_of(SPEC), failing(("write", 4, 1)), window=3)
     with pytest.raises(ShardsLost, match="restore them in `exclusive`"), pipeline:
         for number, _ in enumerate(pipeline.run(stream), 1):
             if number == 5:
@@ -356,7 +360,7 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
             self.lost.append(shards)
 
     idle = Idle()
-    pipeline = Pipeline(task_of(SPEC), mortal(("read", 4, 1)), [idle], window=3)
+    pipeline = Pipeline(task_of(SPEC), failing(("read", 4, 1)), [idle], window=3)
     with pytest.raises(ShardsLost, match="again, after 8 recoveries at step"), pipeline:
         list(pipeline.run(BATCHES))
     assert idle.lost == [(1,)] * 8 and no_threads_left()
@@ -368,7 +372,7 @@ def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how, skips):
     saved, step = [], STEPS if how == "at the end" else 6
     write = {"before the save": 5, "in the save": 99, "at the end": STEPS - 1}[how]
     reviver = Reviver()
-    pipeline = Pipeline(task_of(SPEC), mortal(("write", write, 1)), [reviver], window=3, **skips)
+    pipeline = Pipeline(task_of(SPEC), failing(("write", write, 1)), [reviver], window=3, **skips)
 
     def save(state):
         if how == "in the save" and not pipeline.tables.dead and not reviver.lost:
@@ -397,7 +401,7 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
         options |= {"skip_stale_reads": skip, "validation": "device" if device else "planned"}
     death = st.tuples(st.sampled_from(["read", "write"]), st.integers(0, STEPS), st.integers(0, 3))
     deaths = data.draw(st.lists(death, min_size=1, max_size=3), label="deaths")
-    pipeline, reviver, losses = train_mortal(mortal(*deaths), mode=mode, **options)
+    pipeline, reviver, losses = train_failing(failing(*deaths), mode=mode, **options)
     died = {shard for kind, number, shard in deaths if number < pipeline.tables.calls[kind]}
     assert {shard for _, shards in reviver.lost for shard in shards} == died
     assert is_serial(pipeline, reviver, losses, delay=int(mode == "semisync"))
@@ -1076,7 +1080,7 @@ def test_no_shard_is_recovered_once_a_save_has_failed():
         pipeline.scheduler.mark_lost([1])
 
     batches, reviver = make_batches(12), Reviver()
-    pipeline, stream = pipeline_of(mortal(), callbacks=[reviver, at_step(4, lose)]), iter(batches)
+    pipeline, stream = pipeline_of(failing(), callbacks=[reviver, at_step(4, lose)]), iter(batches)
     save = LateSave(pipeline)
     pipeline.snapshot_at(3, save)
     with pytest.raises(Broken), pipeline:
@@ -1377,7 +1381,7 @@ def test_what_leaving_by_break_has_found_is_raised_by_the_next_call(ask):
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
     """Real signals to a separate process, at random instants, one or several at a time."""
-    command = [sys.executable, Path(__file__).with_name("storms.py"), str(seed), "50" if seed else "12"]
+    command = [sys.executable, Path(__file__).with_name("train_under_sigint.py"), str(seed), "50" if seed else "12"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=800 if seed else 220, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -1391,7 +1395,7 @@ def test_a_storm_of_ctrl_c_leaves_no_thread_no_half_batch_and_loses_none(seed):
 SCRIPT = """
 import sys, time
 import numpy as np, jax
-from test_oac import ROWS, SPEC, make_batches, make_state, task_of
+from oac_task import ROWS, SPEC, make_batches, make_state, task_of
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from nonlinear_model import SPEC, batch_of, loss, params
 from strategies import chosen
-from test_step import SPEC, batch_of, loss, params, step_with
 
 import jaxrec
 from jaxrec.embedding import HostTables, plan, rowwise_adagrad, sgd
@@ -25,6 +25,14 @@ SHAPES = {
     "a square": lambda x: x[:, None] - x[None, :],
     "half of the examples": lambda x: x[::2],
 }
+
+
+def step_with(loss_or_predict, devices=2, home="device", train=True):
+    """Run one step with a loss or a prediction; return its result."""
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
+    task = jaxrec.Task(SPEC, loss_or_predict if train else loss, optax.sgd(0.1), sgd(0.1), mesh)
+    step = task.step if train else jaxrec.make_eval_step(SPEC, loss_or_predict, mesh)
+    return step(task.init(params(), home), batch_of(0))
 
 
 @pytest.mark.parametrize(

@@ -9,35 +9,22 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from homes import needs_compiler, tables_in
+from click_model import bits
+from equality import same
+from homes import tables_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import draw_ids
-from test_tables import dense_table, small_spec
+from pinned_task import ROWS, SPEC, TASK, batch_at
+from pinned_task import compiler as compiler  # a fixture
 
 import jaxrec
 from jaxrec import Serial
-from jaxrec.embedding import native, plan, rowwise_adagrad
+from jaxrec.embedding import native, plan
 from jaxrec.oac import Overlap, overlap
 from jaxrec.sharding import mesh_of
 
-ROWS = rowwise_adagrad(0.1)
-SPEC = small_spec(shards=4)
-
-
-def loss(params, activations, batch):
-    return (activations["ab"].sum((1, 2)) + activations["w"][:, 0] + params["bias"] - batch.label) ** 2
-
-
-TASK = jaxrec.Task(SPEC, loss, optax.sgd(0.1), ROWS)
 OVER_FOUR = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    needs_compiler()
 
 
 @pytest.fixture
@@ -48,22 +35,8 @@ def play():
     library.jaxrec_play(1, 0)
 
 
-def batch_at(step, size=12):
-    return jaxrec.Batch(draw_ids(SPEC, size, step), np.ones(size, np.float32))
-
-
 def state_of(task=TASK):
     return task.init({"bias": jnp.zeros(())}, tables_in("pinned", SPEC, ROWS, task.mesh))
-
-
-def bits(state):
-    layout = state.tables.layout
-    rows = {(name, part): dense_table(state.tables, name, part).copy() for name in SPEC.stacks for part in layout[name]}
-    return jax.tree.map(np.array, (state.dense, rows))
-
-
-def same(one, other):
-    return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))
 
 
 def trained(task, state, batches, capacity=None):

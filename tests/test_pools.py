@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fleets import Fleet, InProcess
+from homes import every_row
+from in_process_servers import Fleet, InProcess, InThread, Supervised
 from main.click_data import synthetic_clicks
 from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
 from main.sources import Criteo, Synthetic, Tabular, prepared_directory
 from pauses import Timed, longest_by_state
-from test_remote import Supervised
-from test_sync_servers import InThread
-from test_trainers import CLICKS, OWN, SPEC, work
+from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
 from jaxrec.cluster.pool import TrainerPool, image_of
@@ -31,12 +30,6 @@ from jaxrec.shadowsync import model_averaging
 PARAMS = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(0.5)}
 
 
-def rows_of(tables):
-    return [
-        np.asarray(rows[s]) for name in SPEC.stacks for rows in tables.parts(name).values() for s in range(SPEC.shards)
-    ]
-
-
 def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_newest_image(tmp_path, capsys):
     with Fleet(SPEC, OWN[1]) as fleet, Checkpointer(tmp_path, copy="shards") as checkpointer:
         assert not has_image(tmp_path)
@@ -46,11 +39,11 @@ def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_ne
                 fleet.tables.with_shard(name, shard, mine)
             image = image_of(tmp_path, jax.tree.map(lambda leaf, by=step: leaf + by, PARAMS), fleet.tables)
             checkpointer.save(image, {"positions": positions, "examples": 10 * step, "examples_before": 5})
-        saved = rows_of(fleet.tables)
+        saved = every_row(fleet.tables)
     with Fleet(SPEC, OWN[1], servers=1) as fleet:
         params, past = restored(tmp_path, PARAMS, fleet)
         jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(lambda leaf: leaf + 3, PARAMS))
-        jax.tree.map(np.testing.assert_array_equal, rows_of(fleet.tables), saved)
+        jax.tree.map(np.testing.assert_array_equal, every_row(fleet.tables), saved)
     assert (
         has_image(tmp_path)
         and past["positions"] == [8, 7]

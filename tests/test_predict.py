@@ -20,13 +20,14 @@ import numpy as np
 import optax
 import polars as pl
 import pytest
+from click_model import pair_batch, pair_loss, pair_predict
+from criteo_files import criteo_lines, write_lines
 from main import saving, subsets
 from main.recorder import Recorder
 from main.signals import Asked
 from main.table_data import spec_of, table_of
 from main.trained import open_run, vocabularies_of
-from trained_run import STEPS, criteo_lines, criteo_run, synthetic_run, tabular_run, without_labels, write_lines
-from world import pair_batch, pair_loss, pair_predict
+from trained_run import STEPS, criteo_run, synthetic_run, tabular_run, without_labels
 
 import jaxrec
 from jaxrec.checkpoint import (
@@ -267,7 +268,7 @@ def joined(blocks):
 @pytest.mark.parametrize("options", [{"min_count": 3}, {"hash_cap": 7}])
 @pytest.mark.parametrize("name", ["rows.txt", "rows.gz"])
 def test_raw_rows_are_mapped_as_a_preparation_mapped_them(tmp_path, options, name):
-    lines = list(criteo_lines(120))
+    lines = criteo_lines(120)
     prepare([write_lines(tmp_path / "train.txt", lines)], tmp_path / "prepared", **options)
     splits = [open_split(tmp_path / "prepared", split) for split in ("train", "test")]
     wanted = joined(split[i] for split in splits for i in range(len(split)))
@@ -289,7 +290,7 @@ def test_a_digest_tells_encoders_apart(tmp_path):
         prepare([write_lines(tmp_path / f"{name}.txt", lines)], tmp_path / name, **options)
         return open_encoder(tmp_path / name).digest
 
-    lines = list(criteo_lines(120))
+    lines = criteo_lines(120)
     swapped = [line.replace("00001eef", "x").replace("00003dde", "00001eef").replace("x", "00003dde") for line in lines]
     first = digest("a", lines, min_count=3)
     assert first == digest("b", [*lines[:100], *criteo_lines(20, 1)], min_count=3)  # the test rows differ

@@ -7,59 +7,24 @@ import threading
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from homes import tables_in
+from cpr_task import CAPACITY, ROWS, SCHEMES, SPEC, STEPS, TASK, batches, fresh, nothing, rows_of
+from equality import same
+from step_callbacks import at_step, failing_at
 from strategies import chosen
-from world import at_step, batch_of, is_inside, until
+from threads import is_inside, until
 
-from jaxrec import Serial, Task, make_mesh
+from jaxrec import Batch, Serial
 from jaxrec.checkpoint import Checkpointer, deltas, images, read_manifest, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays, number_of
 from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
-from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu
+from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar
 from jaxrec.cpr.tracking import ranges_of, without_rows
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, plan
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, plan
 from jaxrec.oac import Pipeline
 from jaxrec.types import DenseState, TrainState
-
-TABLES = {"big": Table(90, 4), "small": Table(7, 4), "wide": Table(40, 8)}
-SPEC = EmbeddingSpec(TABLES, {"pair": Lookup(("big", "small")), "wide": Lookup("wide")}, shards=4)
-ROWS, DENSE = adagrad(0.1), optax.adam(0.01)
-SCHEMES = {
-    "vanilla": None,
-    "mfu": mfu(),
-    "ssu": ssu(1),
-    "scar": scar(),
-    "round_robin": round_robin(),
-    "random": random_rows(),
-}
-STEPS = 40
-
-
-def loss(params, activations, batch):
-    logit = activations["pair"].sum((1, 2)) + activations["wide"].sum(-1) * params["w"].sum()
-    return optax.sigmoid_binary_cross_entropy(logit, batch.label)
-
-
-TASK = Task(SPEC, loss, DENSE, ROWS)
-CAPACITY = {"width_4": 16, "width_8": 12}  # enough for every batch, so that each home compiles once
-
-
-def batches(start=0, stop=STEPS, size=12):
-    for index in range(start, stop):
-        rng = np.random.default_rng(index)
-        pair = np.stack([rng.zipf(1.5, size) % 90, rng.integers(0, 7, size)], axis=1).astype(np.int32)
-        ids = {"pair": pair, "wide": (rng.zipf(1.3, size) % 40).astype(np.int32)}
-        label = rng.integers(0, 2, size).astype(np.float32)
-        yield batch_of(ids, label)
-
-
-def fresh(home):
-    return TASK.init({"w": jnp.ones(3)}, tables_in(home, SPEC, ROWS, make_mesh()))
 
 
 def fill_with_nan(tables, shard):
@@ -69,16 +34,6 @@ def fill_with_nan(tables, shard):
         rows = {part: np.full((stack.rows_per_shard, one.width), np.nan, one.dtype) for part, one in parts}
         tables = tables.with_shard(name, shard, rows)
     return tables
-
-
-def rows_of(state, shard):
-    """Copies of all rows and slots of a shard."""
-    every = {name: state.tables.parts(name) for name in SPEC.stacks}
-    return {(name, part): np.array(rows[shard]) for name in SPEC.stacks for part, rows in every[name].items()}
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(np.array_equal(a[key], b[key]) for key in a)
 
 
 def make(directory, scheme="vanilla", **more):
@@ -100,21 +55,6 @@ def train(home, stop=STEPS):
 
 def oac(window, callbacks=()):
     return Pipeline(TASK, fresh("host"), callbacks, mode="oac", window=window)
-
-
-def fail_at(step):
-    """A callback that fails after one given step."""
-
-    def fail(info):
-        if info.step == step:
-            raise KeyError("of a callback")
-
-    return fail
-
-
-def nothing(number, size=12):
-    """Batches that look up no row: later saves hold rows touched before."""
-    return [batch_of({"pair": np.full((size, 2), -1), "wide": np.full(size, -1)}, np.ones(size, np.float32))] * number
 
 
 def rows_saved(directory, spec=SPEC):
@@ -226,7 +166,7 @@ def moving(spec, callbacks):
 def test_no_save_holds_more_rows_of_a_shard_than_its_budget_and_a_busy_one_holds_as_many(tmp_path, scheme):
     """Every row is touched between saves, so each save uses its whole budget: 3 of 12 and 2 of 5 rows per shard."""
     spec = EmbeddingSpec({"a": Table(46, 2), "b": Table(20, 4)}, {"a": Lookup("a"), "b": Lookup("b")}, shards=4)
-    batch = batch_of({"a": np.arange(46), "b": np.arange(20)}, np.ones(1, np.float32))
+    batch = Batch({"a": np.arange(46), "b": np.arange(20)}, np.ones(1, np.float32))
     with moving(spec, [make(tmp_path, scheme, fraction=0.25, pick_ahead_steps=0)]) as engine:
         engine.train([batch] * 12)
     saved = rows_saved(tmp_path, spec)
@@ -251,7 +191,7 @@ def test_a_shard_that_came_back_equals_what_is_saved_and_is_not_saved_again(tmp_
 def test_a_row_touched_once_and_never_saved_returns_to_its_initial_value(tmp_path):
     row = 4 * 17 + 1  # of shard 1
     ids = {"pair": np.array([[row, -1]], np.int32), "wide": np.array([-1], np.int32)}
-    once = batch_of(ids, np.ones(1, np.float32))
+    once = Batch(ids, np.ones(1, np.float32))
     with watched("host", tmp_path, "mfu", save_every_steps=1000.0) as (engine, recovery):
         value = engine.tables.shards["width_4"][1]["value"]
         before = value[17].copy()
@@ -606,7 +546,7 @@ def test_a_checkpointer_among_the_callbacks_saves_at_multiples_of_its_interval(t
 
 
 def test_a_checkpointer_saves_late_after_a_reset_or_a_failed_step_and_not_beyond_its_block(tmp_path):
-    engine = Serial(TASK, fresh("host"), [fail_at(10)])
+    engine = Serial(TASK, fresh("host"), [failing_at(10)])
     with engine:
         engine.enter(Checkpointer(tmp_path / "one", keep=9, every_steps=5))
         stream = batches(0, 14)
@@ -632,7 +572,7 @@ def test_a_callback_that_fails_at_a_save_does_not_keep_later_saves_waiting_for_e
         with watched("host", tmp_path / name, "mfu", fraction=1.0) as (engine, recovery):
             stream = batches(0, 24)
             if name == "disturbed":
-                engine.enter(fail_at(8))
+                engine.enter(failing_at(8))
                 with pytest.raises(KeyError):
                     engine.train(stream)
             engine.train(stream)
@@ -660,7 +600,7 @@ def test_after_another_state_was_put_in_its_rows_are_those_that_come_back(tmp_pa
 @pytest.mark.parametrize(("unseen", "saved"), [(6, 8), (7, 8), (8, 9)])  # a save is due at 8
 def test_rows_of_a_step_that_the_recovery_has_not_seen_are_saved_with_all_others(tmp_path, unseen, saved, under_oac):
     recovery = make(tmp_path, "mfu", fraction=1.0)
-    callbacks = [fail_at(unseen), recovery]
+    callbacks = [failing_at(unseen), recovery]
     with oac(2, callbacks) if under_oac else Serial(TASK, fresh("host"), callbacks) as engine:
         stream = batches(0, saved)
         with pytest.raises(KeyError):
@@ -695,7 +635,7 @@ def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_pa
 
 def test_rows_trained_after_a_base_are_saved_though_the_save_before_it_held_them(tmp_path):
     """What that save held was subtracted from the trackers that the base starts afresh."""
-    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [fail_at(10)]}
+    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [failing_at(10)]}
     with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
         stream = batches(0, 24)
         with pytest.raises(KeyError):
@@ -708,7 +648,7 @@ def test_rows_trained_after_a_base_are_saved_though_the_save_before_it_held_them
 
 
 def test_a_failed_save_of_rows_does_not_end_training_at_the_base_after_it(tmp_path):
-    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [fail_at(10)]}
+    more = {"fraction": 1.0, "pick_ahead_steps": 0, "before": [failing_at(10)]}
     with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
         stream = batches(0, 20)
         with in_the_way(tmp_path, "delta_000001"), pytest.raises(KeyError):

@@ -10,17 +10,18 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from deaths import DeltaWrites, Late, Log, NotingPipeline, NotingSerial, of_losses
-from fleets import Fleet, InProcess, remote
+from click_model import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, plan_of
+from deaths import Log, NotingPipeline
+from equality import same
+from homes import every_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import chosen, draw_ids, examples, specs
-from test_engine import ROWS, SPEC, TASK, batch_at, bits, fresh, plain, same
-from test_oac import SPEC as OAC_SPEC
-from test_oac import make_batches, make_state, train
-from test_oac_runs import serial_loop
-from test_tables import dense_table, random_like
-from world import until
+from in_process_servers import Fleet, InProcess, Supervised, remote
+from oac_task import SPEC as OAC_SPEC
+from oac_task import make_batches, make_state, plain_loop, train
+from runs_with_losses import ENGINES, EVERY, LENGTH, SCHEMES, run, serially
+from strategies import chosen, draw_ids, examples, random_like, specs
+from threads import until
 
 from jaxrec import Serial
 from jaxrec.checkpoint import (
@@ -45,10 +46,6 @@ from jaxrec.types import Rows, ShardsLost, TrainState
 pytestmark = pytest.mark.filterwarnings("ignore:a save failed")
 
 # ---- the bits of host tables
-
-
-def every_row(tables):
-    return {(n, part): dense_table(tables, n, part).copy() for n in tables.spec.stacks for part in tables.layout[n]}
 
 
 def changed(rows, seed):
@@ -85,7 +82,7 @@ def test_random_calls_leave_the_bits_of_host_tables(spec, data):
 
 def test_what_was_read_is_not_changed_by_what_is_read_next():
     tables = remote(SPEC, ROWS)
-    plans = of_rows(range(8))
+    plans = plan_of(range(8))
     first = tables.read(plans)
     before = jax.tree.map(np.array, first)
     tables.put(plans, changed(first, 3))
@@ -131,7 +128,7 @@ def test_the_pipeline_over_servers_is_a_plain_loop_bit_for_bit(servers, options)
     batches = make_batches(14)
     state = make_state()._replace(tables=remote(OAC_SPEC, ROWS, servers))
     pipeline, (found, losses) = train(batches, state=state, **options)
-    wanted, wanted_losses = serial_loop([], batches)
+    wanted, wanted_losses = plain_loop(batches)
     assert same(losses, wanted_losses) and same(jax.tree.map(np.array, found.dense), wanted.dense)
     jax.tree.map(np.testing.assert_array_equal, every_row(found.tables), every_row(wanted.tables))
     assert pipeline.tables.step == 14
@@ -143,7 +140,7 @@ def test_async_and_semisync_run_over_servers_too():
         state = make_state()._replace(tables=remote(OAC_SPEC, ROWS, 2))
         _, (found, losses) = train(batches, state=state, mode=mode, late=mode == "semisync")
         assert np.isfinite(losses).all()
-    wanted, _ = serial_loop([], batches, delay=1)
+    wanted, _ = plain_loop(batches, delay=1)
     jax.tree.map(np.testing.assert_array_equal, every_row(found.tables), every_row(wanted.tables))
 
 
@@ -160,31 +157,20 @@ def test_a_free_trainer_over_servers_ends_with_the_bits_of_one_over_host_tables(
 # ---- numbering
 
 
-def of_rows(numbers):
-    return plan(SPEC, {"item": np.asarray(numbers, np.int32)})
-
-
 def add_ones(tables, rows, times):
-    plans = of_rows(range(rows))
+    plans = plan_of(range(rows))
     zeros = jax.tree.map(np.zeros_like, HostTables.create(SPEC, ROWS).read(plans))
     for _ in range(times):
         tables.add(plans, jax.tree.map(np.ones_like, zeros), zeros)
 
 
 def put_numbers(tables, times):
-    plans = of_rows(range(32, 40))
+    plans = plan_of(range(32, 40))
     rows = tables.read(plans)
     for number in range(times):
         tables.put(plans, jax.tree.map(functools.partial(np.full_like, fill_value=number), rows))
         for array in jax.tree.leaves(tables.read(plans)):
             assert (array[:, :2] == number).all()  # two rows of each shard; none is rolled back
-
-
-def in_threads(*jobs):
-    """Run jobs concurrently; raise the first error."""
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.more) for seed in (2, 3))])
@@ -205,7 +191,8 @@ def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
             tables.with_shard("width_4", shard, {part: np.zeros((10, width)) for part, width in widths.items()})
         add = functools.partial(add_ones, tables, times=30)
         put = functools.partial(put_numbers, tables, times=30)
-        in_threads(functools.partial(add, 8), functools.partial(add, 8), functools.partial(add, 16), put)
+        with ThreadPoolExecutor() as pool:
+            tuple(pool.map(lambda job: job(), [lambda: add(8), lambda: add(8), lambda: add(16), put]))
         found = embedding_matrix(tables, "item")
     assert len(faults) > 250
     assert (found[:8] == 90).all() and (found[8:16] == 30).all() and not found[16:32].any() and (found[32:] == 29).all()
@@ -216,7 +203,7 @@ def test_a_thousand_faults_of_messages_apply_each_write_once_and_in_order(seed):
 
 def test_a_death_is_told_with_all_shards_of_the_server_when_the_others_are_done():
     fleet = Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: "die" if (server, verb) == (0, "put") else "")
-    plans = of_rows(range(40))
+    plans = plan_of(range(40))
     with fleet:
         tables = fleet.tables
         rows = jax.tree.map(lambda a: np.full_like(a, 7), tables.read(plans))
@@ -248,7 +235,7 @@ def test_a_silence_is_a_death_that_names_server_verb_and_seconds():
     fleet = Fleet(
         SPEC, ROWS, 4, lambda server, _, verb, n: "drop" if (server, verb) == (2, "read") else "", timeout_s=2
     )
-    plans = of_rows(range(40))
+    plans = plan_of(range(40))
     with (
         fleet,
         pytest.raises(ShardsLost, match=r"\[2\] .*: server 2 \(incarnation 1\) has not answered read within 2 s"),
@@ -260,7 +247,7 @@ def test_an_answer_to_a_message_that_was_sent_before_is_one():
     """The answer to the first attempt is late, and all repeated messages are lost."""
     fate = lambda server, incarnation, verb, n: "" if verb == "hello" else "drop" if n else "late"
     with Fleet(SPEC, ROWS, 1, fate, tries=1000) as fleet:
-        assert len(fleet.tables.read(of_rows(range(8)))["width_4"].value) == 4
+        assert len(fleet.tables.read(plan_of(range(8)))["width_4"].value) == 4
 
 
 def test_a_server_in_the_place_of_another_is_not_written_to():
@@ -287,7 +274,7 @@ def test_a_server_in_the_place_of_another_is_not_written_to():
 
 
 def test_late_writers_of_a_process_that_was_replaced_change_nothing_and_end():
-    layout, plans = SPEC.layout(ROWS), of_rows(range(40))
+    layout, plans = SPEC.layout(ROWS), plan_of(range(40))
     servers = [InProcess(ShardServer(SPEC, layout, shards)) for shards in deal(4, 2)]
     late = RemoteTables(SPEC, ROWS, servers, client="run")
     rows = jax.tree.map(lambda a: np.full_like(a, 7), late.read(plans))
@@ -302,50 +289,6 @@ def test_late_writers_of_a_process_that_was_replaced_change_nothing_and_end():
 
 
 # ---- CPR
-
-LENGTH, EVERY = 24, 6
-SCHEMES = {"vanilla": {}, "mfu": {"scheme": mfu(), "fraction": 0.5}, "ssu": {"scheme": ssu(1), "fraction": 0.5}}
-SCHEMES |= {"scar": {"scheme": scar(), "fraction": 0.5}}
-
-
-def run(engine, directory, scheme, fleet=None, gate=lambda index: None, failures=None, look=lambda engine, step: None):
-    """Run with saves, calling look(engine, step) after each step and with None at the end; (bits, Log, recovery)."""
-
-    def stream():
-        for index in range(LENGTH):
-            gate(index)
-            yield batch_at(index)
-
-    with engine:
-        log = engine.enter(Log())
-        if fleet:
-            engine.enter(fleet)
-        given = SCHEMES[scheme] | {"failures": failures or {}}
-        recovery = engine.enter(Recovery(directory, EVERY, LENGTH, **given))
-        engine.enter(Late())
-        engine.enter(lambda info: look(engine, info.step))
-        engine.train(stream())
-        look(engine, None)
-        recovery.save_whole()
-        if fleet:
-            fleet.fate = lambda *message: ""  # no faults while the result is read
-        found = bits(engine.state)
-    return found, log, recovery
-
-
-def serially(directory, scheme, log=None, losses=None, voided=()):
-    """Final bits of Serial over host tables that loses the same shards and deltas at the same steps."""
-    losses, voided = (log.losses, log.voided) if log else (losses or {}, voided)
-    tables, missed, failures = of_losses(losses, HostTables.create(SPEC, ROWS))
-    engine = NotingSerial(TASK, fresh("host")._replace(tables=tables))
-    engine.missed = missed
-    with DeltaWrites(voided):
-        return run(engine, directory, scheme, failures=failures)[0]
-
-
-ENGINES = {"serial": lambda state, callbacks=(): NotingSerial(TASK, state, callbacks)}
-ENGINES |= {"pipeline": lambda state, callbacks=(): NotingPipeline(TASK, state, callbacks, window=3)}
-
 
 INSTANTS = ["read", "put", "put that was done", "save", "restore", "track"]
 DEATHS = [(death, scheme, engine) for death in INSTANTS for scheme in SCHEMES for engine in ENGINES]
@@ -792,16 +735,6 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
 
 
 # ---- the tables of a trainer pool
-
-
-class Supervised(Fleet):
-    """A fleet with what a trainer pool reads of its supervisor."""
-
-    deaths = ()
-
-    @property
-    def in_use(self):
-        return self.ways
 
 
 @pytest.mark.parametrize("damaged", ["", "manifest.json", "0.0"])

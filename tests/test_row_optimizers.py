@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from equality import assert_equal
 from studies.emulation import Emulation
 
 import jaxrec
@@ -173,10 +174,6 @@ def frozen(state):
 def serial(name, state=None, last=STEPS):
     with jaxrec.Serial(task_of(name), state or fresh(task_of(name))) as engine:
         return frozen(engine.train(lambda first: batches(first, last)))
-
-
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @EACH

@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from fleets import InProcess
+from in_process_servers import InProcess
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.embedding.servers import (

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from meetings import (
+from threads import at_line, in_threads, is_inside, join_all, no_threads_left, until, workers
+from transports import (
     PARAMS,
     Ends,
     Gate,
@@ -22,12 +23,10 @@ from meetings import (
     Steps,
     Stuck,
     folded,
-    in_threads,
     state_of,
     step,
     weights,
 )
-from world import at_line, is_inside, join_all, no_threads_left, until, workers
 
 import jaxrec
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, sgd

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from homes import tables_in
-from strategies import chosen, draw_ids
-from test_tables import dense_table
+from homes import dense_table, tables_in
+from nonlinear_model import SPEC, batch_of, loss, params
+from strategies import chosen
 
 import jaxrec
 from jaxrec.data.synthetic import SyntheticClicks
@@ -33,31 +33,6 @@ from jaxrec.embedding import (
 )
 from jaxrec.models.dlrm import DLRM
 from jaxrec.types import Batch, RowOptimizer
-
-SPEC = EmbeddingSpec(
-    {"a": Table(40, 4), "b": Table(9, 4), "w": Table(30, 1)},
-    {"pair": Lookup(("a", "b")), "bag": Lookup("a", hots=3, pooling="mean"), "w": Lookup("w")},
-)
-
-
-def loss(params, activations, batch):
-    """Nonlinear in everything it reads."""
-    x = jnp.concatenate([activations["pair"].reshape(-1, 8), activations["bag"], activations["w"], batch.dense], axis=1)
-    return (jnp.tanh(x @ params["kernel"] + params["bias"][None])[:, 0] - batch.label) ** 2
-
-
-def params():
-    rng = np.random.default_rng(0)
-    return {"kernel": rng.standard_normal((16, 1), np.float32), "bias": np.zeros(1, np.float32)}
-
-
-def batch_of(step, size=16, padding=0):
-    """A random batch; the last `padding` examples have weight 0, but ids and labels like the others."""
-    rng = np.random.default_rng(step)
-    weight = np.concatenate([rng.random(size - padding), np.zeros(padding)]).astype(np.float32)
-    dense, label = rng.standard_normal((size, 3), np.float32), rng.random(size).astype(np.float32)
-    return Batch(draw_ids(SPEC, size, step), label, dense, weight)
-
 
 TASK = jaxrec.Task(SPEC, loss, optax.adam(0.01), rowwise_adagrad(0.1, 0.1))
 CAPACITY = {name: 16 for name in SPEC.stacks}  # enough for every batch
@@ -253,14 +228,6 @@ def test_the_golden_curve(home):
         golden.write_text("".join(f"{x!r}\n" for x in losses))
         pytest.fail(f"{golden} was missing and has been written: look at it and commit it")
     np.testing.assert_allclose(losses, [float(x) for x in golden.read_text().split()], rtol=2e-5)
-
-
-def step_with(loss_or_predict, devices=2, home="device", train=True):
-    """Run one step with a loss or a prediction; return its result."""
-    mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
-    task = jaxrec.Task(SPEC, loss_or_predict if train else loss, optax.sgd(0.1), sgd(0.1), mesh)
-    step = task.step if train else jaxrec.make_eval_step(SPEC, loss_or_predict, mesh)
-    return step(task.init(params(), home), batch_of(0))
 
 
 def test_several_tasks_have_a_loss_for_each_example_and_predictions_for_each_task():

@@ -2,17 +2,15 @@
 
 import types
 
-import numpy as np
 import pytest
-from fleets import InProcess
-from test_servers import SPEC
+from click_model import ROWS, SPEC, plan_of
+from in_process_servers import InProcess
 
 from jaxrec.cluster import GivenUp, Supervisor
-from jaxrec.embedding import adagrad, plan
 from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import ShardsLost
 
-PLANS = plan(SPEC, {"item": np.arange(40, dtype=np.int32), "w": np.arange(9, dtype=np.int32)})
+PLANS = plan_of(range(40))
 pytestmark = pytest.mark.filterwarnings("ignore:shards .* has taken its place:UserWarning")
 
 
@@ -51,7 +49,7 @@ def start(monkeypatch):
     monkeypatch.setattr("jaxrec.cluster.supervisor.server_process", lambda resources: None)
     opened = []
     cluster = types.SimpleNamespace(check_entered=lambda: None, before_end=opened.append, died="")
-    yield lambda **options: Supervisor(cluster, SPEC, adagrad(0.1), 2, **options)
+    yield lambda **options: Supervisor(cluster, SPEC, ROWS, 2, **options)
     for close in opened:
         close()
 
@@ -68,7 +66,7 @@ def test_as_many_deaths_are_tolerated_as_the_caller_says_and_one_more_ends_the_r
     for number in (1, 2):
         servers.in_use[number - 1].kill()
         servers.recover(lose(servers))
-        assert len(servers.tables.read(PLANS)) == 2 and len(servers.deaths) == number
+        assert len(servers.tables.read(PLANS)) == 1 and len(servers.deaths) == number
     servers.in_use[0].kill()
     with pytest.raises(GivenUp, match="3 deaths of servers within 10 minutes, above most_deaths=2"):
         servers.recover(lose(servers))

@@ -7,12 +7,12 @@ import types
 import jax
 import numpy as np
 import pytest
+from cpr_task import CAPACITY, SCHEMES, SPEC, TASK, batches, fresh, nothing, rows_of
+from equality import same
 from kills import kill_at_call, was_killed
 from strategies import chosen
-from test_recovery import CAPACITY, SCHEMES, SPEC, TASK, batches, fresh, nothing, rows_of, same
-from world import batch_of
 
-from jaxrec import Serial
+from jaxrec import Batch, Serial
 from jaxrec.checkpoint import RowCheckpointer, deltas, images, newest, newest_first, read_manifest, restore
 from jaxrec.cpr import Recovery
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, rowwise_adagrad
@@ -185,7 +185,7 @@ def bytes_of(directory, scheme, saves, rows, **more):
         DenseState(np.int32(0), {"w": np.zeros((1, 100), np.float32)}, ()), HostTables.create(spec, optimizer)
     )
     ids = [rng.integers(0, rows, rows // 4, dtype=np.int32) for _ in range(8)]
-    given = [batch_of({"t": each}, np.ones(len(each), np.float32)) for each in ids]
+    given = [Batch({"t": each}, np.ones(len(each), np.float32)) for each in ids]
 
     def count(state, batch, plans):
         return state._replace(dense=state.dense._replace(step=state.dense.step + 1)), {"loss": np.float32(0)}

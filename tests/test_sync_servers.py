@@ -1,49 +1,18 @@
 """Synchronisation servers for trainers in other processes: the bits of threads, successors, and lost servers."""
 
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from world import until
+from in_process_servers import InThread
+from threads import until
 
 from jaxrec.cluster.sync_servers import SyncClient, SyncServer, assign_leaves
-from jaxrec.embedding.servers import ServerGone
 from jaxrec.shadowsync import AllToAll, Centre, Foreground, Shadow, bmuf, easgd, model_averaging
 from jaxrec.shadowsync.transport import PeerLeft
 
 PARAMS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32(2.0), "c": np.ones(4, np.float32)}
 RULES = {"easgd": easgd(0.3), "ma": model_averaging(0.7), "lerp": model_averaging(1.0, form="lerp"), "bmuf": bmuf()}
-
-
-class InThread:
-    """Handle to an object of this process whose methods run in threads, until `kill`."""
-
-    def __init__(self, server):
-        self.server, self.dead, self.pool = server, threading.Event(), ThreadPoolExecutor(16)
-        self.waiting = set()
-
-    def call(self, method, *args):
-        if self.dead.is_set():
-            raise ServerGone("the sync server has ended")
-        answer = Future()
-        self.waiting.add(answer)
-        self.pool.submit(self._run, answer, method, args)
-        return answer
-
-    def _run(self, answer, method, args):
-        try:
-            found, error = getattr(self.server, method)(*args), None
-        except Exception as raised:
-            found, error = None, raised
-        if not self.dead.is_set():
-            self.waiting.discard(answer)
-            answer.set_result(found) if error is None else answer.set_exception(error)
-
-    def kill(self):
-        self.dead.set()
-        for answer in list(self.waiting):
-            answer.set_exception(ServerGone("the sync server has ended"))
 
 
 def sync_servers_of(rule, trainers, sync_servers=1, timeout_s=20.0):

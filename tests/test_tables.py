@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fleets import remote
-from homes import tables_in
+from homes import dense_table, tables_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import chosen, draw_ids, examples, specs
+from in_process_servers import remote
+from strategies import chosen, draw_ids, examples, random_like, small_spec, specs
 
 import jaxrec
 from jaxrec.checkpoint import restore_shards
@@ -55,24 +55,6 @@ def create(home, spec, row_optimizer, tmp_path):
         return remote(spec, row_optimizer, servers=int(home.removeprefix("remote")))
     mesh = jaxrec.make_mesh(devices=jax.devices()[: 4 if home.endswith("4") else 1])
     return tables_in(home.removesuffix("4"), spec, row_optimizer, mesh)
-
-
-def dense_table(tables, stack, part="value"):
-    """All rows of a stack in order, f32[V, width]."""
-    shards = np.stack([np.asarray(rows) for rows in tables.parts(stack)[part]])
-    return shards.transpose(1, 0, 2).reshape(-1, shards.shape[-1])
-
-
-def small_spec(shards=8):
-    return EmbeddingSpec(
-        {"a": Table(30, 4), "b": Table(5, 4), "w": Table(20, 1)},
-        {"ab": Lookup(("a", "b")), "w": Lookup("w")},
-        shards=shards,
-    )
-
-
-def random_like(activation, seed):
-    return np.random.default_rng(seed).standard_normal(activation.shape, np.float32)
 
 
 def gradient_by_table(spec, stack, ids, weights):

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from meetings import folded
-from world import batch_of, loss
+from click_model import loss
+from equality import same
+from transports import folded
 
 import jaxrec
-from jaxrec import Serial
+from jaxrec import Batch, Serial
 from jaxrec.checkpoint import restore, snapshot, write_image
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad
@@ -26,7 +27,7 @@ def batches():
     for index in range(STEPS):
         rng = np.random.default_rng(index)
         ids, label = (rng.zipf(1.3, 16) % 120).astype(np.int32), rng.integers(0, 2, 16).astype(np.float32)
-        yield batch_of({"item": ids}, label)
+        yield Batch({"item": ids}, label)
 
 
 def fresh():
@@ -50,10 +51,6 @@ def run(directory, synchroniser, failures=FAILURES, changes=(), engine_of=pipeli
 
 def arrays(state):
     return jax.tree.map(np.array, (state.dense.params, state.tables.shards))
-
-
-def same(a, b):
-    return all(jax.tree.leaves(jax.tree.map(np.array_equal, a, b)))
 
 
 def test_in_lock_step_all_three_give_the_bits_of_one_batch_after_the_other(tmp_path):

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from test_cluster import is_alive
-from test_trainers import CLICKS, OWN, SPEC, work
+from trainer_work import CLICKS, OWN, SPEC, work
+from watching import command_of
 
 from jaxrec.cluster import Cluster, GivenUp, Supervisor
 from jaxrec.cluster.pool import TrainerPool
@@ -77,9 +77,9 @@ class Killer:
 
 def have_ended(processes, seconds=20):
     end = time.monotonic() + seconds
-    while any(map(is_alive, processes)) and time.monotonic() < end:
+    while any(map(command_of, processes)) and time.monotonic() < end:
         threading.Event().wait(0.05)
-    return not any(map(is_alive, processes))
+    return not any(map(command_of, processes))
 
 
 @pytest.mark.parametrize(

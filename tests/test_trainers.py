@@ -7,44 +7,21 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from fleets import InProcess
-from test_sync_servers import InThread
-from world import is_inside, until
+from homes import every_row
+from in_process_servers import InProcess, InThread
+from threads import is_inside, until
+from trainer_work import CLICKS, OWN, PARAMS, SPEC, TASK, batches, work
 
 from jaxrec.cluster.sync_servers import SyncServer
-from jaxrec.cluster.trainers import RetryingTables, Stream, TrainerProcess, TrainerWork
-from jaxrec.data.synthetic import SyntheticClicks
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
+from jaxrec.cluster.trainers import RetryingTables, Stream, TrainerProcess
+from jaxrec.embedding import HostTables
 from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ShardServer, deal
 from jaxrec.shadowsync import model_averaging, train_freely
-from jaxrec.task import Task
 from jaxrec.types import ShardsLost
 
-ROWS = {"user": 60, "item": 40}
-SPEC = EmbeddingSpec({name: Table(rows, 4) for name, rows in ROWS.items()}, {"sparse": Lookup(tuple(ROWS))}, shards=4)
-CLICKS = SyntheticClicks(tuple(ROWS.values()), dense_features=3)
-PARAMS = {"dense": np.zeros(3, np.float32), "bias": np.float32(0)}
-OWN = optax.adam(0.01), adagrad(0.1)
 RETRY_TIMEOUT_S = 60.0
-
-
-def loss(params, activations, batch):
-    logit = batch.dense @ params["dense"] + activations["sparse"].sum((1, 2)) + params["bias"]
-    return optax.sigmoid_binary_cross_entropy(logit, batch.label)
-
-
-def batches(trainer, trainers, steps=12):
-    return lambda start: (CLICKS.batch(i * trainers + trainer, 16) for i in range(start, steps))
-
-
-TASK = Task(SPEC, loss, *OWN)
-
-
-def work(**changes):
-    return TrainerWork(TASK, PARAMS, batches)._replace(**changes)
 
 
 def servers_of(incarnation=1):
@@ -53,11 +30,6 @@ def servers_of(incarnation=1):
 
 def retrying(servers, **more):
     return RetryingTables(SPEC, OWN[1], servers, 20.0, **more)
-
-
-def parts(tables):
-    return {(name, part): np.concatenate([np.asarray(shard) for shard in shards])
-            for name in SPEC.stacks for part, shards in tables.parts(name).items()}  # fmt: skip
 
 
 def wait(trainer, state, seconds=60):
@@ -98,7 +70,7 @@ def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
     assert (progress.position, progress.examples, progress.steps) == (12, 12 * 16, 12)
     params, _ = trainer.result()
     assert all(np.array_equal(params[name], wanted.params[name]) for name in PARAMS)
-    found, of_host = parts(retrying(servers, client="b")), parts(host)
+    found, of_host = every_row(retrying(servers, client="b")), every_row(host)
     assert all(np.array_equal(found[key], of_host[key]) for key in of_host)
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meetings import Around, Clock, in_meet, in_threads, joined, of, waits
-from world import interrupt_when, is_inside, no_threads_left, until
+from threads import in_threads, interrupt_when, is_inside, no_threads_left, until
+from transports import Around, Clock, in_meet, joined, of, waits
 
 from jaxrec.shadowsync import Foreground, PeerLeft, Shadow
 from jaxrec.shadowsync.rules import Rule, bmuf, easgd, model_averaging

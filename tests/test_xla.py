@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from world import batch_of, loss
+from click_model import loss
 
 import jaxrec
+from jaxrec import Batch
 from jaxrec.embedding import sgd
 from jaxrec.xla import FLAG
 
@@ -105,7 +106,7 @@ class Own(jaxrec.Task):
 
 def step_of(home, loss=loss, kind=jaxrec.Task):
     task = kind(SPEC, loss, optax.sgd(0.1), sgd(0.1))
-    batch = batch_of({"item": np.arange(8, dtype=np.int32) % 5}, np.ones(8, np.float32))
+    batch = Batch({"item": np.arange(8, dtype=np.int32) % 5}, np.ones(8, np.float32))
     return task, task.init({"w": jnp.ones(4)}, home), batch
 
 

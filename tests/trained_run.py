@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import optax
+from criteo_files import criteo_lines, write_lines
 from main.click_data import click_job, criteo_clicks, make_model, synthetic_clicks
 from main.config import Config, Kinds, config_of
 from main.run_dir import flat
@@ -29,20 +30,6 @@ def changed(config: Config, **flags) -> Config:
 
 DENSE, ROWS = optax.adam(0.01), adagrad(0.1)
 STEPS = 3
-
-
-def criteo_lines(rows, seed=0):
-    """Well-formed lines with few categories and some empty fields."""
-    draw = np.random.default_rng(seed)
-    for _ in range(rows):
-        dense = [str(x) if x else "" for x in draw.integers(-3, 50, 13)]
-        category = [f"{x * 7919:08x}" if x else "" for x in draw.integers(0, 9, 26)]
-        yield "\t".join([str(int(draw.random() < 0.3)), *dense, *category])
-
-
-def write_lines(path, lines):
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def without_labels(lines):
@@ -69,7 +56,7 @@ def train_run(directory: Path, data, flags, extra=None, trained=True, job=None):
 
 def criteo_run(directory: Path, rows=240, noted=True, trained=True, **options):
     """A run over prepared rows: (directory, lines, job, state)."""
-    lines = list(criteo_lines(rows))
+    lines = criteo_lines(rows)
     prepared = directory / "prepared"
     prepare([write_lines(directory / "train.txt", lines)], prepared, **(options or {"min_count": 3}))
     data = criteo_clicks(prepared, batch_size=32, steps=STEPS)

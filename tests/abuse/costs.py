@@ -7,7 +7,7 @@ import os
 
 import jax.numpy as jnp
 import optax
-from world import loss
+from click_model import loss
 
 import jaxrec
 from abuse import refused, situation

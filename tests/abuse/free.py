@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from world import at_step, batch_of, interrupt_when, join_all, loss
-from world import workers as threads_at_work
+from click_model import loss
+from step_callbacks import at_step
+from threads import interrupt_when, join_all
+from threads import workers as threads_at_work
 
 from abuse import refused, situation
-from jaxrec import Task, make_mesh
+from jaxrec import Batch, Task, make_mesh
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.shadowsync import (
     AllToAll,
@@ -36,7 +38,7 @@ PARAMS, DENSE, ROWS = {"w": jnp.ones(4)}, optax.sgd(0.1), sgd(0.1)
 
 def stream(batches, label=0.0):
     for number in range(batches):
-        yield batch_of({"item": np.arange(8, dtype=np.int32) + number % 32}, np.full(8, label, np.float32))
+        yield Batch({"item": np.arange(8, dtype=np.int32) + number % 32}, np.full(8, label, np.float32))
 
 
 @functools.cache  # shared, so that its programs are compiled once

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from world import batch_of, interrupt_when, is_inside, until
+from threads import interrupt_when, is_inside, until
 
 from abuse import refused, situation
-from jaxrec import Serial
+from jaxrec import Batch, Serial
 from jaxrec.checkpoint import (
     Checkpointer,
     DamagedImage,
@@ -108,7 +108,7 @@ def recovering(directory, state=None, **more):
 
 def train_to(engine, recovery, *steps, saves=True):
     """Train up to each step in turn with batches that touch every row, and wait until its save is on disk."""
-    batch = batch_of({"t": np.arange(8)}, np.ones(8, np.float32))
+    batch = Batch({"t": np.arange(8)}, np.ones(8, np.float32))
     for step in steps:
         engine.train(lambda done, step=step: [batch] * (step - done))
         until(lambda step=step: not saves or is_saved(recovery.directory, step))

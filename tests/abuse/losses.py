@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from world import pair_batch, pair_loss, pair_predict
+from click_model import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import refused, situation

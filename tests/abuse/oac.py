@@ -8,7 +8,9 @@ import threading
 import jax
 import numpy as np
 import optax
-from world import at_step, no_threads_left, pair_batch, pair_loss
+from click_model import pair_batch, pair_loss
+from step_callbacks import at_step
+from threads import no_threads_left
 
 import jaxrec
 from abuse import refused, situation

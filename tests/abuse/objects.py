@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from world import pair_batch, pair_loss, pair_predict
+from click_model import pair_batch, pair_loss, pair_predict
 
 import jaxrec
 from abuse import refused, situation

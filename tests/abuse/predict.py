@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trained_run import criteo_lines, criteo_run, synthetic_run, without_labels, write_lines
-from world import pair_batch, pair_loss
+from click_model import pair_batch, pair_loss
+from criteo_files import criteo_lines, write_lines
+from trained_run import criteo_run, synthetic_run, without_labels
 
 import jaxrec
 from abuse import refused, situation

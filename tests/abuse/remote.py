@@ -4,22 +4,19 @@ import pickle
 
 import jax
 import numpy as np
-import optax
 import pytest
-from fleets import Fleet, InProcess, remote
-from world import loss
+from click_model import ROWS, SPEC, TASK, plan_of
+from in_process_servers import Fleet, InProcess, remote
 
 import jaxrec
 from abuse import refused, situation
 from jaxrec.cpr import Recovery
-from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, adagrad, plan, sgd
+from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, RemoteTables, Table, plan, sgd
 from jaxrec.embedding.servers import Sender, ServerGone, ShardServer, Superseded, deal
 from jaxrec.types import ShardsLost
 
-SPEC = EmbeddingSpec({"item": Table(40, 4)}, {"item": Lookup("item")}, shards=4)
 OTHER = EmbeddingSpec({"item": Table(41, 4)}, {"item": Lookup("item")}, shards=4)
-ROWS = adagrad(0.1)
-PLANS = plan(SPEC, {"item": np.arange(40, dtype=np.int32)})
+PLANS = plan_of(range(40))
 
 
 def server(shards, spec=SPEC, rows=ROWS, incarnation=1):
@@ -180,7 +177,6 @@ def _(directory):
 
 @situation("entering a recovery while a server is lost", ShardsLost, r"shards \[0, 2\] are lost: server 0")
 def _(directory):
-    task = jaxrec.Task(SPEC, loss, optax.sgd(0.1), ROWS)
-    state = task.init({"w": np.ones(4, np.float32)}, lost_one().tables)
-    with jaxrec.Serial(task, state, [Recovery(directory, 2, 4)]):
+    state = TASK.init({"w": np.ones(4, np.float32)}, lost_one().tables)
+    with jaxrec.Serial(TASK, state, [Recovery(directory, 2, 4)]):
         pass

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from criteo_files import criteo_lines, read_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kills import kill_at_call
@@ -30,29 +31,11 @@ from jaxrec.data.sources import Chunk, read_chunks
 SMALL = {"block_rows": 16, "blocks_per_shard": 3}
 
 
-def lines(rows, seed=0, missing=0.1):
-    """Random well-formed lines."""
-    rng = np.random.default_rng(seed)
-    result = []
-    for _ in range(rows):
-        dense = ["" if rng.random() < missing else str(int(x)) for x in rng.integers(-3, 500, DENSE)]
-        hexes = ["" if rng.random() < missing else f"{int(x) * 7919:08x}" for x in rng.integers(0, 9, FIELDS)]
-        result.append("\t".join([str(int(rng.random() < 0.3)), *dense, *hexes]))
-    return result
-
-
 def write(path, rows, end="\n", last_end=True):
     text = end.join(rows) + (end if last_end else "")
     # write_bytes closes the file, so that all of the text is on disk.
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
-
-
-def read_all(directory, name):
-    split = open_split(directory, name)
-    blocks = [split[i] for i in range(len(split))]
-    assert [len(b["label"]) for b in blocks] == split.rows
-    return {key: np.concatenate([b[key] for b in blocks]) for key in blocks[0]}
 
 
 def digests(directory):
@@ -64,7 +47,7 @@ def digests(directory):
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last_end", [True, False])
 def test_what_goes_in_comes_out(tmp_path, name, end, last_end):
-    rows = lines(120)
+    rows = criteo_lines(120)
     path = write(tmp_path / name, rows, end, last_end)
     metadata = prepare([path], tmp_path / "out", min_count=3, **SMALL)
     train, test = read_all(tmp_path / "out", "train"), read_all(tmp_path / "out", "test")
@@ -86,7 +69,7 @@ def test_what_goes_in_comes_out(tmp_path, name, end, last_end):
 
 
 def test_several_files_are_one_log(tmp_path):
-    rows = lines(130)
+    rows = criteo_lines(130)
     whole = write(tmp_path / "whole.txt", rows)
     parts = [write(tmp_path / "day_0", rows[:70]), write(tmp_path / "day_1.gz", rows[70:])]
     prepare([whole], tmp_path / "a", **SMALL)
@@ -95,7 +78,7 @@ def test_several_files_are_one_log(tmp_path):
 
 
 def test_a_byte_order_mark_and_blank_lines_at_the_end_are_no_part_of_a_text(tmp_path, monkeypatch):
-    rows, path = lines(20), tmp_path / "excel.txt"
+    rows, path = criteo_lines(20), tmp_path / "excel.txt"
     text = b"\xef\xbb\xbf" + "\r\n".join(rows).encode()
     (wanted,) = read_chunks([write(tmp_path / "plain.txt", rows)])
     around = range(len(text) - 1, len(text) + 6)  # a piece of the file ends before, in and after each line end
@@ -111,7 +94,7 @@ def test_a_byte_order_mark_and_blank_lines_at_the_end_are_no_part_of_a_text(tmp_
 
 
 def test_hashing_stays_in_its_cap_and_a_random_split_is_seeded(tmp_path):
-    path = write(tmp_path / "train.txt", lines(300))
+    path = write(tmp_path / "train.txt", criteo_lines(300))
     a = prepare([path], tmp_path / "a", hash_cap=5, split="random", seed=1, **SMALL)
     b = prepare([path], tmp_path / "b", hash_cap=5, split="random", seed=2, **SMALL)
     ids = read_all(tmp_path / "a", "train")["ids"]
@@ -139,7 +122,7 @@ def test_counting_in_pieces_equals_counting_at_once(monkeypatch):
         np.testing.assert_array_equal(counts, expected[1])
 
 
-GOOD = lines(1, missing=0)[0].split("\t")
+GOOD = ["1", *map(str, range(13)), *(f"{x * 7919:08x}" for x in range(1, 27))]
 BAD = {
     "too few fields": (lambda f, i: f[:i] + f[i + 1 :], "39 fields, but a row has 40"),
     "too many fields": (lambda f, i: [*f[:i], "7", *f[i:]], "41 fields, but a row has 40"),
@@ -162,7 +145,7 @@ BAD = {
 )  # fmt: skip
 def test_malformed_rows_are_named_or_counted(tmp_path, kind, rows, at, field, more, compressed):
     break_line, message = BAD[kind]
-    at, good = at % rows, lines(rows)
+    at, good = at % rows, criteo_lines(rows)
     broken = [*good]
     broken[at] = "\t".join(break_line(GOOD, field))
     for extra in range(more):  # more bad rows after the first
@@ -180,7 +163,7 @@ def test_malformed_rows_are_named_or_counted(tmp_path, kind, rows, at, field, mo
 
 
 def test_bad_rows_are_counted_over_the_whole_file(tmp_path):
-    rows = lines(90)
+    rows = criteo_lines(90)
     rows[10], rows[80] = "nonsense", "2" + rows[80][1:]
     path = write(tmp_path / "train.txt", rows)
     with pytest.raises(ValueError, match="line 11: 1 fields"):
@@ -217,12 +200,12 @@ def test_empty_truncated_and_missing_files_are_named(tmp_path):
 )  # fmt: skip
 def test_bad_arguments_are_refused(tmp_path, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
-        prepare([write(tmp_path / "t.txt", lines(3))], tmp_path / "out", **arguments)
+        prepare([write(tmp_path / "t.txt", criteo_lines(3))], tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_directory_belongs_to_one_preparation(tmp_path):
-    path = write(tmp_path / "t.txt", lines(100))
+    path = write(tmp_path / "t.txt", criteo_lines(100))
     first = prepare([path], tmp_path / "out", **SMALL)
     assert prepare([path], tmp_path / "out", **SMALL) == first
     with pytest.raises(ValueError, match="with other min_count"):
@@ -265,7 +248,7 @@ def _prepare_and_die(path, out, arguments, die_at):
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"min_count": 3}, {"hash_cap": 7, "split": "random"}])
 def test_kill_9_at_every_write_leaves_a_run_that_goes_on(tmp_path, arguments):
-    rows = lines(200)
+    rows = criteo_lines(200)
     rows[50] = "nonsense"
     path, arguments = write(tmp_path / "t.txt", rows), {**arguments, **SMALL, "max_bad_rows": 1}
     expected = prepare([path], tmp_path / "undisturbed", **arguments)
@@ -289,7 +272,7 @@ def test_kill_9_at_every_write_leaves_a_run_that_goes_on(tmp_path, arguments):
 
 @pytest.mark.parametrize("split", ["time", "random"])
 def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monkeypatch, split):
-    rows = lines(400)
+    rows = criteo_lines(400)
     rows[2] = rows[390] = "nonsense"
     path, out = write(tmp_path / "t.txt", rows), tmp_path / "out"
     arguments = {"hash_cap": 7, "split": split, "train_fraction": 0.5, "max_bad_rows": 1, **SMALL}
@@ -308,15 +291,15 @@ def test_a_killed_run_keeps_its_bad_rows_and_parses_only_the_rest(tmp_path, monk
 
 
 def test_a_file_that_was_corrected_is_prepared_in_the_same_directory(tmp_path):
-    path = write(tmp_path / "t.txt", [*lines(100), "nonsense"])
+    path = write(tmp_path / "t.txt", [*criteo_lines(100), "nonsense"])
     with pytest.raises(ValueError, match="line 101"):
         prepare([path], tmp_path / "out", **SMALL)
-    write(path, lines(100))
+    write(path, criteo_lines(100))
     assert prepare([path], tmp_path / "out", **SMALL)["rows"] == {"train": 83, "test": 17}
 
 
 def test_two_preparations_do_not_meet(tmp_path):
-    path = write(tmp_path / "t.txt", lines(100))
+    path = write(tmp_path / "t.txt", criteo_lines(100))
     inside, leave, errors = threading.Event(), threading.Event(), []
 
     def wait(_progress):
@@ -356,14 +339,14 @@ HASH = {"hash_cap": 7, "split": "random", "train_fraction": 0.5}  # the only kin
 KINDS = [{"min_count": 3}, {"hash_cap": 7}, {"min_count": 3, "split": "random"}, HASH]
 CHANGES = {
     "edited": lambda text: text[:-300] + text[-300:].replace(b"\t1", b"\t2"),
-    "grown": lambda text: text + "\n".join(lines(9, seed=5)).encode() + b"\n",
+    "grown": lambda text: text + "\n".join(criteo_lines(9, seed=5)).encode() + b"\n",
     "cut": lambda text: text[: text[:-1].rfind(b"\n") + 1],
 }
 
 
 def big(path, seed=0):
     """Write a file of more than a MiB, so that its head and tail do not overlap."""
-    return write(path, [*lines(50, seed), *(lines(50, 1) * 110)])
+    return write(path, [*criteo_lines(50, seed), *(criteo_lines(50, 1) * 110)])
 
 
 def change(path, how):
@@ -527,7 +510,7 @@ def test_a_touch_does_not_end_a_preparation_that_goes_on(tmp_path):
 
 
 def test_a_preparation_of_an_earlier_version_stays_readable_and_is_not_gone_on_with(tmp_path):
-    path, out = write(tmp_path / "t.txt", lines(100)), tmp_path / "out"
+    path, out = write(tmp_path / "t.txt", criteo_lines(100)), tmp_path / "out"
     metadata = prepare([path], out, **SMALL)
     rows = read_all(out, "train")
     old = {key: metadata[key] for key in ("cardinalities", "rows", "label_mean", "skipped_rows", "options")}
@@ -562,8 +545,8 @@ WAYS = ["the same name", "through a link", "a hard link", "a copy under another 
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_same_rows_twice_are_refused(tmp_path, how, kind):
-    path = write(tmp_path / "t.txt", lines(100))
-    other = write(tmp_path / "other.txt", lines(100, seed=3))
+    path = write(tmp_path / "t.txt", criteo_lines(100))
+    other = write(tmp_path / "other.txt", criteo_lines(100, seed=3))
     twice = [path, other, again(path, how, tmp_path)]
     with pytest.raises(ValueError, match="t.txt and .* the same rows"):
         prepare(twice, tmp_path / "out", **kind, **SMALL)
@@ -588,7 +571,7 @@ def test_files_that_only_begin_alike_are_two(tmp_path):
     ],
 )
 def test_both_splits_have_rows(tmp_path, kind, rows, bad, match):
-    text = lines(rows)
+    text = criteo_lines(rows)
     for row in bad:
         text[row] = "nonsense"
     path = write(tmp_path / "t.txt", text)
@@ -617,7 +600,7 @@ def one_line(text):
 
 
 def larger(path):
-    return write(path, lines(300) * 60)
+    return write(path, criteo_lines(300) * 60)
 
 
 def stopped_in_the_second_chunk(path, out, number):
@@ -719,7 +702,7 @@ def test_a_full_disk_ends_in_a_line_and_leaves_what_is_whole(tmp_path, full_at):
 @pytest.mark.process
 def test_missing_rights_end_in_a_line(tmp_path):
     home = {**os.environ, "HOME": str(tmp_path)}  # numba's cache if it cannot write beside the source
-    path = write(tmp_path / "t.txt", lines(10))
+    path = write(tmp_path / "t.txt", criteo_lines(10))
     (tmp_path / "closed").mkdir(mode=0o500)
     for parent in [tmp_path, *tmp_path.parents][:3]:
         parent.chmod(parent.stat().st_mode | 0o055)
@@ -748,7 +731,7 @@ def test_missing_rights_end_in_a_line(tmp_path):
 
 @pytest.mark.process
 def test_a_good_run_prints_its_figures(tmp_path):
-    done = run("--sources", write(tmp_path / "t.txt", lines(100)), "--directory", tmp_path / "out", *FLAGS)
+    done = run("--sources", write(tmp_path / "t.txt", criteo_lines(100)), "--directory", tmp_path / "out", *FLAGS)
     assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from criteo_files import criteo_lines, write_lines
+from criteo_files import read_all as read_criteo
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import examples
-from test_criteo import lines as criteo_lines
-from test_criteo import read_all as read_criteo
 
 from jaxrec.data import preparation
 from jaxrec.data.blocks import write_blocks
@@ -706,22 +706,16 @@ def test_a_prepared_table_knows_its_schema(tmp_path, split):
         prepare([write(tmp_path / name, table(30, seed)) for seed, name in enumerate(("a.csv", "b.csv"))],
                 tmp_path / "out", OF_FILES)  # fmt: skip
         assert schema_of(tmp_path / "out") == OF_FILES
-        prepare_criteo([write_criteo(tmp_path, 30)], tmp_path / "criteo")
+        prepare_criteo([write_lines(tmp_path / "train.txt", criteo_lines(30))], tmp_path / "criteo")
         with pytest.raises(ValueError, match="holds Criteo rows, prepared without a schema"):
             schema_of(tmp_path / "criteo")
-
-
-def write_criteo(directory, rows):
-    path = directory / "train.txt"
-    path.write_text("\n".join(criteo_lines(rows)) + "\n")
-    return path
 
 
 # ---- ready-made schemas, and schemas that contradict themselves
 
 
 def test_criteo_by_its_schema_is_criteo_by_its_own_preparation(tmp_path):
-    path = write_criteo(tmp_path, 300)
+    path = write_lines(tmp_path / "train.txt", criteo_lines(300))
     own = prepare_criteo([path], tmp_path / "a")
     ours = prepare([path], tmp_path / "b", ready.CRITEO)
     assert own["rows"] == ours["rows"] and own["cardinalities"] == ours["cardinalities"]

@@ -1,6 +1,6 @@
 """Trains through a pipeline under random signals; prints how often it was interrupted.
 
-python storms.py SEED ROUNDS
+python train_under_sigint.py SEED ROUNDS
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import threading
 import time
 import warnings
 
-from test_oac import SPEC, make_batches, make_state, same, states_of, task_of
-from world import no_threads_left
+from oac_equivalence import same
+from oac_task import SPEC, make_batches, make_state, states_of, task_of
+from threads import no_threads_left
 
 from jaxrec.oac import Pipeline
 

@@ -1,6 +1,7 @@
-"""In-process shard servers, which answer messages one at a time in sending order, die on demand and have successors.
+"""Servers in this process, which die on demand and have successors.
 
-Faults emulate what a network and machines do to messages.
+Shard servers answer messages one at a time in sending order, the others in threads. Faults emulate what a network and
+machines do to messages.
 """
 
 import collections
@@ -147,6 +148,46 @@ class Fleet(Callback):
             way.kill()
 
 
+class Supervised(Fleet):
+    """A fleet with what a trainer pool reads of its supervisor."""
+
+    deaths = ()
+
+    @property
+    def in_use(self):
+        return self.ways
+
+
 def remote(spec, row_optimizer, servers=2, **options):
     """RemoteTables over new servers, which end with this process."""
     return Fleet(spec, row_optimizer, servers, **options).tables
+
+
+class InThread:
+    """Handle to an object of this process whose methods run in threads, until `kill`."""
+
+    def __init__(self, server):
+        self.server, self.dead, self.pool = server, threading.Event(), ThreadPoolExecutor(16)
+        self.waiting = set()
+
+    def call(self, method, *args):
+        if self.dead.is_set():
+            raise ServerGone("the sync server has ended")
+        answer = Future()
+        self.waiting.add(answer)
+        self.pool.submit(self._run, answer, method, args)
+        return answer
+
+    def _run(self, answer, method, args):
+        try:
+            found, error = getattr(self.server, method)(*args), None
+        except Exception as raised:
+            found, error = None, raised
+        if not self.dead.is_set():
+            self.waiting.discard(answer)
+            answer.set_result(found) if error is None else answer.set_exception(error)
+
+    def kill(self):
+        self.dead.set()
+        for answer in list(self.waiting):
+            answer.set_exception(ServerGone("the sync server has ended"))

@@ -8,7 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from world import DEADLINE_S, is_inside, join_all, no_threads_left, until, workers
+from threads import DEADLINE_S, is_inside, join_all, no_threads_left, until, workers
 
 from jaxrec.interrupts import wait
 from jaxrec.shadowsync import PeerLeft
@@ -212,20 +212,3 @@ class Stuck(Around):
         self.returns.set()
         join_all(workers("shadow-"))
         assert no_threads_left() and self.met == 1
-
-
-def in_threads(*acts):
-    """Runs each function in a thread; returns what each has returned or raised, in order."""
-    found = [None] * len(acts)
-
-    def run(number, act):
-        try:
-            found[number] = act()
-        except BaseException as error:
-            found[number] = error
-
-    threads = [threading.Thread(target=run, args=item, name=f"act-{item[0]}", daemon=True) for item in enumerate(acts)]
-    for thread in threads:
-        thread.start()
-    join_all(threads)
-    return found

@@ -10,7 +10,7 @@ from jaxrec.embedding import HostTables
 from jaxrec.types import ShardsLost
 
 
-class MortalTables(HostTables):
+class FailingTables(HostTables):
     """Host tables that lose shards.
 
     Attributes:

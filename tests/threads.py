@@ -1,4 +1,4 @@
-"""Helpers shared by tests: a small click model, callbacks, waiting for threads, Ctrl-C, threads that are left."""
+"""Threads in tests: waiting for them, where they are, which are left, and Ctrl-C."""
 
 import contextlib
 import gc
@@ -9,57 +9,17 @@ import threading
 import time
 import traceback
 
-import numpy as np
-import optax
 import pytest
-
-from jaxrec import Batch
 
 WORKERS = ("oac-", "trainer", "shadow")  # name prefixes of threads that a run must not leave
 DEADLINE_S = 60  # generous, as other threads may run late on a busy machine
 
 
-def loss(params, activations, batch):
-    """Log loss of the dot product of the lookup `item` and the weights `w`."""
-    return optax.sigmoid_binary_cross_entropy(activations["item"] @ params["w"], batch.label)
-
-
-def batch_of(ids, label):
-    """A batch without dense features; all examples have weight 1."""
-    return Batch(ids, label)
-
-
-def pair_predict(params, activations, batch):
-    """Logits: dot product of the two tables of the lookup `pair`, plus a bias."""
-    return activations["pair"].prod(axis=1).sum(axis=-1) + params["bias"]
-
-
-def pair_loss(params, activations, batch):
-    return optax.sigmoid_binary_cross_entropy(pair_predict(params, activations, batch), batch.label)
-
-
-def pair_batch(size=8, seed=0, **changes):
-    """A batch with random ids of tables of 40 and 9 rows."""
-    rng = np.random.default_rng(seed)
-    ids = {"pair": rng.integers(0, [40, 9], (size, 2)).astype(np.int32)}
-    return batch_of(ids, (rng.random(size) < 0.5).astype(np.float32))._replace(**changes)
-
-
-def at_step(step, act):
-    """A callback that calls a function with the state after one given step."""
-
-    def callback(info):
-        if info.step == step:
-            act(info.state)
-
-    return callback
-
-
-def until(condition):
-    """Wait for a condition set by another thread, yielding the core meanwhile."""
-    end = time.monotonic() + DEADLINE_S
+def until(condition, seconds=DEADLINE_S):
+    """Wait for a condition set by another thread or process, yielding the core meanwhile."""
+    end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {DEADLINE_S} s"
+        assert time.monotonic() < end, f"waited in vain for {seconds} s"
         time.sleep(0.001)
 
 
@@ -141,3 +101,20 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def in_threads(*acts):
+    """Runs each function in a thread; returns what each has returned or raised, in order."""
+    found = [None] * len(acts)
+
+    def run(number, act):
+        try:
+            found[number] = act()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=item, name=f"act-{item[0]}", daemon=True) for item in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    join_all(threads)
+    return found
