@@ -566,7 +566,9 @@ class Serial(Engine):
     def _over(self, stream):
         # Rows that the host moves are planned there.
         sends = self.tables.traced is not None and on_one_gpu(mesh_of(self._state.dense))
-        self._use = TableUse(self.tables) if getattr(self.tables, "in_place", False) else None
+        hosted = self.tables.hosted
+        self._state = self._state._replace(tables=hosted or self.tables)  # those of a pipeline's state are guarded
+        self._use = TableUse(hosted) if hosted else None
         with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
             with self._use.a_run() if self._use else contextlib.nullcontext():
                 yield from self._train_all(ahead)
@@ -684,7 +686,7 @@ class Serial(Engine):
         if self._alone:
             raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
-        if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
+        if changed is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are expected.")
         self._state = self._state._replace(tables=changed)
         if not self.running:  # outside a run, the change is responsible for lost shards

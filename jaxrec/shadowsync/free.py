@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.callbacks import AfterStep, Callback
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostedTables
 from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream, result_or_error
@@ -231,10 +231,10 @@ class FreeTrainers(Engine):
         one, memory = _first_replica(dense.params), dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
-    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+    def exclusive(self, change: Callable[[HostedTables], HostedTables]) -> None:
         """Replace the tables by change(tables) while all trainers are idle: in a callback, or between two runs."""
         changed = change(self._state.tables)
-        if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
+        if changed is None or changed.hosted is None or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: HostTables of the same spec are expected."
             )
