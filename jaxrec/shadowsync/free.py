@@ -257,14 +257,15 @@ class FreeTrainers(Engine):
         )
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs or after a failure."""
-        if self.running:
-            raise ValueError("reset within a run: leave the loop first.")
+        """Continue from another state, between two runs or after a failure; pending snapshots are forgotten."""
+        self._refuse_reset(state)
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
         self._notify_restarted(state)
+        before = self.step
         self._take_state(state)
+        self._snapshots.forget(before)
 
     def together(self) -> TrainState:
         """Return the state after the last rounds that a synchroniser's `finish` makes, for evaluation.

@@ -163,7 +163,7 @@ class Trainer:
             return
         own = next((error for number, error in self.shared.failures if number == self.number), None)
         try:
-            self.entered.__exit__(None, own, None)
+            self.entered.end(own)
         except Exception as error:
             self._fail(error, f"in the synchronisation of trainer {self.number}")
 
