@@ -80,15 +80,13 @@ class CallbackList:
     """
 
     def __init__(self, given: Iterable[Callback | AfterStep]):
-        self._given = tuple(given)
+        self.given = tuple(given)
         self._ends = contextlib.ExitStack()
         self.at_work: list[Callback | AfterStep] = []
-        self.have_begun = True
         self._rest()
 
     def _rest(self):
-        self.at_work = [each for each in self._given if not isinstance(each, Callback)]
-        self.have_begun = len(self.at_work) == len(self._given)
+        self.at_work = [each for each in self.given if not isinstance(each, Callback)]
 
     @property
     def objects(self) -> list[Callback]:
@@ -103,9 +101,8 @@ class CallbackList:
     def begin_all(self, engine: Any) -> None:
         """Begin the given ones; if one raises, those before it are at work."""
         self.at_work = []
-        for each in self._given:
+        for each in self.given:
             self.begin(each, engine)
-        self.have_begun = True
 
     def begin(self, callback: Callback | AfterStep, engine: Any) -> None:
         """Begin one as the last one."""

@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -234,7 +234,7 @@ class Engine:
         """
         if self.running:
             raise ValueError("this engine is running: exhaust or close the iterator of the run before.")
-        if not self._callbacks.have_begun:
+        if len(self.callbacks) < len(self._callbacks.given):
             raise ValueError("run it within `with engine:`, which begins and ends its callbacks.")
         if not callable(batches) and any(each.goes_back for each in self._callbacks.objects):
             raise ValueError(
@@ -435,6 +435,8 @@ class Engine:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._within -= 1
         ends = contextlib.ExitStack() if self._within else self._callbacks.dismiss()
+        if not self._within:  # a save that lost shards have delayed is of callbacks that end here
+            ends.callback(lambda: self._snapshots.drop(self.step))
         try:
             self._close_within(error)
         except BaseException as failure:
@@ -509,6 +511,14 @@ class Stepper(Protocol):
         """See `Task.step`."""
 
 
+@runtime_checkable
+class LooksAhead(Stepper, Protocol):
+    """A `Stepper` that begins to read the rows of the next batch during a step."""
+
+    def announce(self, plans: dict[str, Plan] | None) -> None:
+        """Name the plans of the batch after the next `step`; None if there is none, or it is not planned yet."""
+
+
 class Serial(Engine):
     """Engine that trains batches one after the other, over tables in any storage; plans are made ahead in a thread.
 
@@ -543,7 +553,6 @@ class Serial(Engine):
         super().__init__(callbacks)
         check_not_donated(state)
         self._state, self._task, self._capacity = state, task, capacity
-        self._announce: Callable | None = getattr(task, "announce", None)
         self._alone = False
         self._lost_shards = set[int]()  # lost by the row storage, not recovered yet
         self._use: TableUse | None = None  # of the last run, if the tables are written in place
@@ -566,7 +575,9 @@ class Serial(Engine):
     def _over(self, stream):
         # Rows that the host moves are planned there.
         sends = self.tables.traced is not None and on_one_gpu(mesh_of(self._state.dense))
-        self._use = TableUse(self.tables) if getattr(self.tables, "in_place", False) else None
+        hosted = self.tables.hosted
+        self._state = self._state._replace(tables=hosted or self.tables)  # those of a pipeline's state are guarded
+        self._use = TableUse(hosted) if hosted else None
         with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
             with self._use.a_run() if self._use else contextlib.nullcontext():
                 yield from self._train_all(ahead)
@@ -575,8 +586,8 @@ class Serial(Engine):
         try:
             self._finish_step()  # completes the last step of the previous run
             for batch, plans in ahead:
-                if self._announce is not None:
-                    self._announce(ahead.peek())
+                if isinstance(self._task, LooksAhead):
+                    self._task.announce(ahead.peek())
                 metrics = self._train(plans, batch, ahead.forget)
                 yield self._state, metrics
                 self._losses.check(CHECK_EVERY_STEPS)
@@ -684,7 +695,7 @@ class Serial(Engine):
         if self._alone:
             raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
-        if getattr(changed, "spec", None) is None or changed.spec.digest != self._state.tables.spec.digest:
+        if changed is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are expected.")
         self._state = self._state._replace(tables=changed)
         if not self.running:  # outside a run, the change is responsible for lost shards

@@ -293,6 +293,6 @@ def make_eval_step(
         tables, plans = state.tables, checked_plans(spec, state, batch, plans, capacity)
         found = compiled(state.dense.params, tables.traced or tables.read(plans), plans, batch)
         # The host waits for puts alone before it overwrites a row, or lets go of all.
-        return jax.block_until_ready(found) if tables.traced and tables.in_place else found
+        return jax.block_until_ready(found) if tables.traced and tables.hosted else found
 
     return run

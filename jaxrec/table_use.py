@@ -11,9 +11,10 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
+
+from jaxrec.embedding import HostedTables
 
 
 class BrokenEngine(RuntimeError):
@@ -37,7 +38,7 @@ class BrokenEngine(RuntimeError):
 
 
 class TableUse:
-    """The use of tables that are written in place by the runs of one engine, and the step at which the tables are.
+    """The use of tables by the runs of one engine, and the step at which the tables are.
 
     Attributes:
       current_at: step of the dense state that the tables match; None if another run has used them since.
@@ -45,7 +46,7 @@ class TableUse:
 
     current_at: int | None = None
 
-    def __init__(self, tables: Any):
+    def __init__(self, tables: HostedTables):
         self.tables, self.running = tables, False
         _all.add(self)
 
@@ -74,7 +75,7 @@ class TableUse:
                 other.current_at = None
             self.running = True
 
-    def refuse_others(self, tables: Any) -> None:
+    def refuse_others(self, tables: HostedTables) -> None:
         """Refuse tables over which another engine is running."""
         if any(other.running for other in self._others(tables)):
             raise ValueError(

@@ -151,7 +151,7 @@ class Task:
         plans = checked_plans(self.spec, state, batch, plans, self._capacity)
         tables, (on_device, on_pinned, on_rows) = state.tables, self._programs
         if tables.traced is not None:
-            program = on_pinned if tables.in_place else on_device
+            program = on_device if tables.hosted is None else on_pinned
             dense, traced, metrics = program(state.dense, tables.traced, plans, batch)
             return TrainState(dense, tables.with_traced(traced)), metrics
         dense, rows, metrics = on_rows(state.dense, tables.read(plans), plans, batch)

@@ -39,7 +39,7 @@ class Batch(_BatchFields):
 
     def __new__(cls, ids: Array, label: Array, dense: Array = None, weight: Array = None) -> "Batch":
         """Fill in what is not given."""
-        size = np.shape(label)[:1]
+        size = np.shape([*label.values(), None][0] if isinstance(label, dict) else label)[:1]
         dense = np.zeros((*size, 0), np.float32) if dense is None else dense
         weight = np.ones(size, np.float32) if weight is None else weight
         return super().__new__(cls, ids, label, dense, weight)

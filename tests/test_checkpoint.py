@@ -58,7 +58,7 @@ def make(home, spec, optimizer="rowwise_adagrad", devices=1, seed=None, dense=(7
         return state
     rng = np.random.default_rng(seed)
     fill = lambda x: jax.device_put(np.asarray(rng.normal(size=x.shape) * 100).astype(x.dtype), x.sharding)
-    if tables.in_place:
+    if tables.hosted:
         for _, array in each_part(tables):
             array[:] = rng.normal(size=array.shape)
     else:

@@ -69,7 +69,7 @@ def random_tables(home, spec, seed):
     kind, devices = HOMES[home]
     rng = np.random.default_rng(seed)
     tables = tables_in(kind, spec, ROWS, make_mesh(devices=jax.devices()[:devices]))
-    if tables.in_place:
+    if tables.hosted:
         for _, array in each_part(tables):
             array[:] = rng.standard_normal(array.shape)
         return tables

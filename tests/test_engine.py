@@ -587,7 +587,7 @@ def test_only_a_state_over_tables_of_the_same_spec_takes_the_place_of_another(ma
     other = EmbeddingSpec({"item": Table(44, 4)}, {"item": Lookup("item")}, shards=4)
     with make() as engine:
         list(engine.run(stream_from(0, 3)))
-        home = HostTables if engine.tables.in_place else DeviceTables
+        home = HostTables if engine.tables.hosted else DeviceTables
         wrong = fresh("host")._replace(tables=home.create(other, ROWS))
         with pytest.raises(ValueError, match="another spec"):
             engine.reset(wrong)

@@ -677,6 +677,26 @@ def test_a_dropped_trainer_comes_back_in_the_next_stretch_and_its_batch_is_count
         assert no_threads_left()
 
 
+def test_a_reset_forgets_the_saves_that_stood_behind_one_that_failed():
+    saved, disk = [], ["full"]
+
+    def fail(state):
+        raise OSError("the disk is full")
+
+    def announce(info):
+        for save in (fail, saved.append) if disk else ():
+            trainers.snapshot_at(info.step, save)
+
+    with engine(callbacks=[announce], stretch_steps=5) as trainers:
+        start = trainers.state
+        with pytest.raises(OSError, match="full"):
+            trained(trainers, stream(0, 5))
+        disk.clear()
+        trainers.reset(start)
+        trained(trainers, stream(0, 5))
+    assert trainers.step == 5 and not saved
+
+
 def test_figures_are_counted_on_from_those_of_an_earlier_process():
     with engine(2, easgd(), every_steps=2, stretch_steps=5) as first:
         trained(first, stream(0, 10))

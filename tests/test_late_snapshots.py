@@ -223,6 +223,25 @@ def test_a_save_that_meets_lost_shards_for_ever_ends_a_run_that_outruns_it():
         assert len(list(engine.run(batches(3)))) == 3
 
 
+@each
+def test_a_save_that_lost_shards_have_delayed_does_not_outlive_the_block_whose_callbacks_wanted_it(make):
+    saves = []
+
+    def save(state):
+        saves.append(int(state.dense.step))
+        raise ShardsLost([1])
+
+    engine, stream = make(mortal()), iter([*batches(6)])
+    engine.snapshot_at(2, save)
+    with pytest.raises(ShardsLost), engine:
+        engine.train(stream)
+    left_at = engine.step
+    with engine:
+        engine.enter(Reviver())
+        engine.train(stream)
+    assert saves == [2] and left_at < engine.step == 6
+
+
 def test_a_reset_forgets_what_was_to_be_saved_again():
     def save(state):
         raise ShardsLost([1])

@@ -45,7 +45,7 @@ from threads import interrupt_when, is_inside, join_all, no_threads_left, until,
 from threads import no_automatic_gc as no_automatic_gc  # a fixture
 
 import jaxrec
-from jaxrec import BrokenEngine, Callback, planned
+from jaxrec import BrokenEngine, Callback, Serial, planned
 from jaxrec.checkpoint import restore_shards, snapshot
 from jaxrec.embedding import HostTables
 from jaxrec.interrupts import wait
@@ -794,6 +794,15 @@ def test_the_last_state_of_a_run_refuses_when_others_have_begun_to_train_over_it
         last.tables.read({})
     *_, (last, _) = first.run(batches)
     last.tables.read({})
+
+
+def test_a_serial_engine_goes_on_from_the_last_state_of_a_run():
+    batches = make_batches(12)
+    with pipeline_of() as pipeline:
+        *_, (last, _) = pipeline.run(batches[:6])
+    with Serial(task_of(SPEC), last) as engine:
+        engine.train(batches[6:])
+    assert equal(frozen(engine.state), states_of(batches)[12])
 
 
 # ---- O3, O12: waits end, void claims are released

@@ -514,6 +514,7 @@ def test_a_batch_of_ids_and_labels_has_no_dense_features_and_counts_every_exampl
     batch = Batch({"a": np.arange(3)}, np.ones((3, 2)))
     assert batch.dense.shape == (3, 0) and batch.dense.dtype == batch.weight.dtype == np.float32
     assert batch.weight.tolist() == [1, 1, 1] and batch == (batch.ids, batch.label, batch.dense, batch.weight)
+    assert Batch({}, {"click": np.zeros(2), "bought": np.ones(2)}).weight.tolist() == [1, 1]
     given = Batch({}, np.zeros(2), dense=np.ones((2, 5)), weight=np.array([0.5, 0]))
     assert given.dense.shape == (2, 5) and given.weight.tolist() == [0.5, 0]
 

@@ -231,11 +231,11 @@ class Exactness:
         self.right, _ = self._train("sync", {})
 
     def _train(self, mode, options):
-        work = self.work
-        with work.pipeline(mode, tables=work.create(), **options) as pipeline:
+        work, tables = self.work, self.work.create()
+        with work.pipeline(mode, tables=tables, **options) as pipeline:
             losses = np.array([metrics["loss"] for _, metrics in pipeline.run(work.batches)])
-            tables, dense = pipeline.tables.shards, jax.tree.map(np.asarray, pipeline.state.dense)
-        return {"loss": losses, "dense": dense, "rows": tables}, pipeline.counters["stale_rows"]
+            dense = jax.tree.map(np.asarray, pipeline.state.dense)
+        return {"loss": losses, "dense": dense, "rows": tables.shards}, pipeline.counters["stale_rows"]
 
     def compare(self, name: str) -> dict[str, Any]:
         """Compare losses, dense parameters, rows and slots of a way with sync: bitwise, and the largest difference."""

@@ -157,7 +157,7 @@ class JaxSide:
         putter = lambda tables, plans, new: tables.put(plans, new)
         if self.state.tables.traced is None:
             return reader, putter
-        compiled, donate = jax.jit(reader), () if self.state.tables.in_place else 0
+        compiled, donate = jax.jit(reader), () if self.state.tables.hosted else 0
         put = jax.jit(putter, donate_argnums=donate)
         return (
             lambda tables, plans: compiled(tables.traced, plans),

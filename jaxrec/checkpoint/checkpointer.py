@@ -223,7 +223,7 @@ class Checkpointer(BackgroundSaver, Callback):
         """Have the engine take a snapshot if one became due, be it at a step at which a callback before has failed."""
         every = self._every_steps or math.inf
         if info.step // every > self._seen_step // every:
-            self._engine.snapshot_at(info.step, self._save_unless_closed)
+            self._engine.snapshot_at(info.step, self.save)
         self._seen_step = info.step
 
     def restarted(self, state: TrainState) -> None:
@@ -233,11 +233,7 @@ class Checkpointer(BackgroundSaver, Callback):
     def end(self, error: BaseException | None) -> None:
         """Wait for the last save, as on leaving the `with` block."""
         del self._engine  # a cycle would keep the tables in memory
-        self.__exit__(type(error) if error else None, error, None)
-
-    def _save_unless_closed(self, state):
-        if not self._closed:  # else its shards were lost, and the block was left before they were restored
-            self.save(state)
+        self.__exit__(None, error, None)
 
     def save(self, state: TrainState, extra: Mapping[str, Any] | None = None, replace: bool = False) -> float:
         """Copy the state and start writing it; return the seconds that training waited.

@@ -23,13 +23,12 @@ from jaxrec.checkpoint.state import (
     ROW_IDS,
     check_matches,
     described,
-    is_remote,
     leaf_name,
     place_dense,
     select_replica,
     tables_of,
 )
-from jaxrec.embedding import EmbeddingSpec, Layout, Lookup, Place, Table, Tables, create_tables, sgd
+from jaxrec.embedding import EmbeddingSpec, Layout, Lookup, Place, RemoteTables, Table, Tables, create_tables, sgd
 from jaxrec.embedding.tables import Parts, chosen_shards, empty_parts, fill_initial, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
@@ -101,7 +100,7 @@ def fill(
     if replica is not None:
         saved, dense = select_replica(image, dense, replica)
     placed = place_dense(saved, template.dense, dense)
-    if is_remote(tables) and all(other.spec == spec.digest for other in found):
+    if isinstance(tables.hosted, RemoteTables) and all(other.spec == spec.digest for other in found):
         with tables.overwriting(step=image.step):
             return TrainState(placed, restore_shards(image.path, tables, range(spec.shards))[0]), image
     saved_spec = spec_of(found[0])  # its shards and initial rows may be others
@@ -217,9 +216,10 @@ def restore_shards(path: str | Path | None, tables: Home, shards: Sequence[int])
     shards = chosen_shards(tables.spec, shards)
     path = None if path is None else _image_at(local_path(path))
     found = [] if path is None else chain(path)
-    if is_remote(tables):  # the servers read the files: no row is transferred
-        with tables.overwriting(shards):
-            return tables.change_shards(shards, _restore_at_server, path and path.resolve()), found  # type: ignore[attr-defined]
+    if isinstance(remote := tables.hosted, RemoteTables):  # the servers read the files: no row is transferred
+        with remote.overwriting(shards):
+            remote.change_shards(shards, _restore_at_server, path and path.resolve())
+        return tables, found
     return _restored(tables, shards, found), found
 
 

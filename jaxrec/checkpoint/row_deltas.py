@@ -38,8 +38,8 @@ from jaxrec.checkpoint.format import (
     verify,
     write_image,
 )
-from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, is_remote, manifest_of, row_leaves
-from jaxrec.embedding import Tables
+from jaxrec.checkpoint.state import ROW_IDS, copies_at_servers, dense_leaves, manifest_of, row_leaves
+from jaxrec.embedding import RemoteTables, Tables
 from jaxrec.embedding.tables import RowIds
 from jaxrec.files import local_path, remove_directory, write_json
 from jaxrec.types import DenseState
@@ -149,8 +149,8 @@ def snapshot_rows(
         _check_rows(tables.spec, key, ids)
     leaves, arrays = dense_leaves(dense)
     manifest = manifest_of(tables, step, extra, run, leaves, below)
-    if is_remote(tables):
-        return Snapshot(arrays, manifest, write_remote_rows=copies_at_servers(tables, rows) if rows else None)
+    if isinstance(remote := tables.hosted, RemoteTables):
+        return Snapshot(arrays, manifest, write_remote_rows=copies_at_servers(remote, rows) if rows else None)
     return Snapshot(arrays | row_leaves(tables, rows), manifest)
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxrec.checkpoint.format import Image, Snapshot, WriteRows, write_leaves
-from jaxrec.embedding import EmbeddingSpec, Layout, Tables
+from jaxrec.embedding import EmbeddingSpec, Layout, RemoteTables, Tables
 from jaxrec.embedding.tables import RowIds
 from jaxrec.sharding import mean_replica
 from jaxrec.types import DenseState, TrainState
@@ -28,13 +28,8 @@ from jaxrec.types import DenseState, TrainState
 _PROBE = "probe"
 
 
-def is_remote(tables: Tables) -> bool:
-    """Return whether the rows are stored at servers."""
-    return getattr(tables, "remote_rows", False)
-
-
-def copies_at_servers(tables: Any, rows: RowIds) -> WriteRows:
-    """Make the servers of remote tables copy some rows; return what makes them write the copies."""
+def copies_at_servers(tables: RemoteTables, rows: RowIds) -> WriteRows:
+    """Make the servers copy some rows; return what makes them write the copies."""
     token = _new_token()
     tables.track(_copy_rows, lambda shards: (token, {key: ids for key, ids in rows.items() if key[1] in shards}))
     return functools.partial(_write_at_servers, tables, token, True)
@@ -124,8 +119,8 @@ def snapshot(state: TrainState, extra: Mapping[str, Any] | None = None, run: str
     """
     leaves, arrays = dense_leaves(state.dense)
     manifest = manifest_of(state.tables, int(state.dense.step), extra, run, leaves)
-    if not copy and is_remote(state.tables):
-        write = functools.partial(_write_at_servers, state.tables, _new_token(), False)
+    if not copy and isinstance(remote := state.tables.hosted, RemoteTables):
+        write = functools.partial(_write_at_servers, remote, _new_token(), False)
         return Snapshot(arrays, manifest, write_remote_rows=write)
     if not copy:
         return Snapshot(arrays, manifest, _shard_by_shard(state.tables))

@@ -18,7 +18,7 @@ import jax
 from jaxrec.bounds import whole_number
 from jaxrec.checkpoint import Checkpointer, restore, restore_each
 from jaxrec.cpr.schedule import Costs, check_costs
-from jaxrec.embedding import Tables
+from jaxrec.embedding import HostedTables
 from jaxrec.files import local_path
 from jaxrec.types import TrainState
 
@@ -85,7 +85,7 @@ def measure_costs(
     directory = local_path(directory)
     existing_parent = next(path for path in (directory, *directory.parents) if path.exists())
     own = tempfile.TemporaryDirectory(prefix="cpr_measure_", dir=existing_parent)
-    with own as place, _keeping_put_counts(state.tables):
+    with own as place, _keeping_put_counts(state.tables.hosted):
         for number in range(rounds):
             state, seconds = _round(state, Path(place) / f"round_{number}", failed_nodes, copy)
             found.append(seconds)
@@ -95,15 +95,14 @@ def measure_costs(
 
 
 @contextlib.contextmanager
-def _keeping_put_counts(tables: Tables) -> Iterator[None]:
-    """Restore the put counts of tables that keep them: the puts write values that the tables already hold."""
-    puts = getattr(tables, "puts", None)
-    before = None if puts is None else puts.copy()
+def _keeping_put_counts(tables: HostedTables | None) -> Iterator[None]:
+    """Restore the put counts of tables, as the puts write values that they already hold."""
+    before = None if tables is None else tables.puts.copy()
     try:
         yield
     finally:
-        if puts is not None:
-            puts[:] = before
+        if tables is not None:
+            tables.puts[:] = before
 
 
 def _round(state, directory, failed_nodes, copy) -> tuple[TrainState, tuple[float, float, float]]:

@@ -162,7 +162,7 @@ class Recovery(Callback):
         )  # fmt: skip
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed at the end
         self.closed = False
-        self._seen_step, self._rolling_back = 0, False  # last step known to the trackers or saved
+        self._seen_step, self._going_back = 0, False  # last step known to the trackers or saved
 
     @property
     def goes_back(self) -> bool:  # type: ignore[override]
@@ -303,8 +303,6 @@ class Recovery(Callback):
             self._engine.lose(self._failures.pop(step))
 
     def _save_snapshot(self, step, state):
-        if self.closed:  # its shards were lost, and the block was left before they were restored
-            return
         if self._seen_step < int(state.dense.step):
             self._saves.require_base()  # an earlier callback failed, so the batch was not tracked
         self._saves.save_snapshot(step, state)
@@ -334,7 +332,7 @@ class Recovery(Callback):
           ValueError: the directory holds an intact image of a later step.
           OSError: the base cannot be written.
         """
-        if self._rolling_back or self.closed:
+        if self._going_back or self.closed:
             return
         self._finish_saves(self._seen_step)
         self._saves.save_base(state, must_succeed=True)
@@ -367,7 +365,7 @@ class Recovery(Callback):
         self._refuse_closed()
         check_shards(self._engine.tables.spec, shards)
         if self.mode == "full":  # raised, as the state of a running engine cannot be replaced
-            raise RolledBack(lambda: self._roll_back(len(shards)))
+            raise RolledBack(lambda: self._go_back(len(shards)))
         # With exclusive access: no other thread may read rows of a partly restored shard.
         dense, step = self._engine.state.dense, self._engine.step
         self._engine.exclusive(lambda tables: self._recover_tables(TrainState(dense, tables), step, shards))
@@ -402,7 +400,7 @@ class Recovery(Callback):
         self.failed += len(saved)
         return tables
 
-    def _roll_back(self, lost):
+    def _go_back(self, lost):
         """Restore everything from the newest whole image, after the engine's run has ended."""
         step, image = self._engine.step, None
         self._finish_saves(step)
@@ -415,11 +413,11 @@ class Recovery(Callback):
         self.failed, self.lost_steps = self.failed + lost, self.lost_steps + step - image.step
         # The next regular save counts from there, not from the steps that were lost.
         self._saves.reset_regular(image.step)
-        self._rolling_back = True
+        self._going_back = True
         try:
             self._engine.reset(state)
         finally:
-            self._rolling_back = False
+            self._going_back = False
         self._seen_step = image.step
 
 

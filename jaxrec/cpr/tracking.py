@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.checkpoint.state import is_remote
 from jaxrec.cpr import counters
 from jaxrec.cpr.priority import Pick, Priority, budget_rows
-from jaxrec.embedding import EmbeddingSpec, Tables
+from jaxrec.embedding import EmbeddingSpec, RemoteTables, Tables
 from jaxrec.embedding.lookup import compact_plan
 from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
@@ -102,10 +101,10 @@ class ServerTrackers:
 
     Args:
       scheme, budgets, known: as for `Trackers`.
-      tables: `RemoteTables`.
+      tables: rows at the servers.
     """
 
-    def __init__(self, scheme: Priority, tables: Any, budgets: Mapping[str, int], known: Mapping[str, Any]):
+    def __init__(self, scheme: Priority, tables: RemoteTables, budgets: Mapping[str, int], known: Mapping[str, Any]):
         self._scheme, self._tables, self._budgets = scheme, tables, dict(budgets)
         self._spec: EmbeddingSpec = tables.spec
         no_rows = {
@@ -293,9 +292,9 @@ class RowTracker:
     def begin(self, tables: Tables, known: Mapping[str, Any]) -> None:
         """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
         budgets = {name: self.budget(name) for name in self.spec.stacks}
-        if is_remote(tables):
+        if isinstance(remote := tables.hosted, RemoteTables):
             self._batches_per_call = _BATCHES_PER_MESSAGE
-            self.trackers = ServerTrackers(self.scheme, tables, budgets, known)
+            self.trackers = ServerTrackers(self.scheme, remote, budgets, known)
         else:
             self._batches_per_call = 1
             self.trackers = Trackers(self.scheme, _values(tables), budgets, known)

@@ -33,11 +33,11 @@ from jaxrec.embedding.optimizers import (
 from jaxrec.embedding.pinned import PinnedTables
 from jaxrec.embedding.remote import RemoteTables
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Lookup, Table
-from jaxrec.embedding.tables import Tables, embedding_matrix
+from jaxrec.embedding.tables import HostedTables, Tables, embedding_matrix
 
 __all__ = [
-    "DeviceTables", "EmbeddingSpec", "HostTables", "Layout", "Lookup", "PinnedTables", "Place", "RemoteTables",
-    "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "checked_plan", "create_tables",
-    "device_plan", "embedding_matrix", "ftrl", "host_plan", "lazy_adam", "momentum_sgd", "plan", "rowwise_adagrad",
-    "rowwise_adam", "sgd", "unchecked_plan", "with_clipping", "with_weight_decay",
+    "DeviceTables", "EmbeddingSpec", "HostTables", "HostedTables", "Layout", "Lookup", "PinnedTables", "Place",
+    "RemoteTables", "Table", "Tables", "activations", "adagrad", "bucket", "capacity_of", "checked_plan",
+    "create_tables", "device_plan", "embedding_matrix", "ftrl", "host_plan", "lazy_adam", "momentum_sgd", "plan",
+    "rowwise_adagrad", "rowwise_adam", "sgd", "unchecked_plan", "with_clipping", "with_weight_decay",
 ]  # fmt: skip

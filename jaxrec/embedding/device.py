@@ -43,7 +43,7 @@ class DeviceTables:
     layout: Layout
 
     step = None  # puts are not counted
-    in_place = False
+    hosted = None
 
     @property
     def traced(self) -> "DeviceTables":

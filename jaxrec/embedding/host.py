@@ -42,15 +42,16 @@ Shards = dict[str, list[dict[str, np.ndarray]]]
 
 
 class PutCounts:
-    """Counts of puts per shard, which tell whether all rows are of one step.
-
-    Attributes:
-      spec: tables and shards.
-      puts: i64[S, 2], puts begun and puts done per shard.
-    """
+    """Base of `HostedTables`: counts of puts per shard, which tell whether all rows are of one step."""
 
     spec: EmbeddingSpec
     puts: np.ndarray
+    directory: Path | None = None
+
+    @property
+    def hosted(self) -> Self:
+        """These tables."""
+        return self
 
     @property
     def step(self) -> int | None:
@@ -227,7 +228,6 @@ class HostTables(PutCounts):
     directory: Path | None = None
     puts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
-    in_place: ClassVar[bool] = True
     traced: ClassVar[None] = None
 
     def __post_init__(self):
@@ -263,7 +263,7 @@ class HostTables(PutCounts):
             tables.flush()
         return tables
 
-    def filled(self) -> "HostTables":
+    def filled(self) -> Self:
         """Overwrite all rows with their initial values, shards in parallel; return the same tables."""
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for name, shards in self.shards.items():
@@ -311,7 +311,7 @@ class HostTables(PutCounts):
                 kernels.gather(table, unique[shard], self.spec.shards, count[shard], out[part][shard])
         return Rows(out.pop("value"), out)
 
-    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "HostTables":
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> Self:
         """Store updated rows of some shards, or of all, in place; return the same tables."""
         work = [
             (name, *used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
@@ -325,12 +325,8 @@ class HostTables(PutCounts):
         return self
 
     def add(
-        self,
-        plans: dict[str, Plan],
-        rows: dict[str, Rows],
-        old: dict[str, Rows],
-        shards: Sequence[int] | None = None,
-    ) -> "HostTables":
+        self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
+    ) -> Self:
         """Add rows - old to the current rows, in place and without a lock; return the same tables."""
         work = [
             (
@@ -382,7 +378,7 @@ class HostTables(PutCounts):
             list(pool.map(copy, taken))
         return taken
 
-    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "HostTables":
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
         """Overwrite the first n rows of one shard; return the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         for part, rows in self.shards[stack][shard].items():

@@ -21,14 +21,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.embedding import native
-from jaxrec.embedding.host import HostTables
+from jaxrec.embedding.host import HostTables, PutCounts
 from jaxrec.embedding.spec import EmbeddingSpec, Layout
 from jaxrec.embedding.tables import RowIds, fitting_parts
 from jaxrec.sharding import SPLIT, as_mesh, check_split, put_on_mesh
@@ -163,7 +163,7 @@ def places(parts: Mapping[str, Part]) -> tuple[dict[str, slice], int]:
     return where, -(-ends[-1] // _LANE) * _LANE
 
 
-class PinnedTables:
+class PinnedTables(PutCounts):
     """Embedding tables and their optimizer slots in host memory, read and written by the devices in the step's program.
 
     For tables that are larger than the memory of the GPUs: a step moves the rows of its batch over the link and nothing
@@ -177,9 +177,6 @@ class PinnedTables:
     >>> PinnedTables.create(spec, sgd(0.1)).step
     0
     """
-
-    in_place: ClassVar[bool] = True
-    directory: ClassVar[None] = None
 
     def __init__(self, host: HostTables, records: dict[str, list[np.ndarray]], mesh: jax.sharding.Mesh):
         """See `create`; `host` has views of the records {stack: f32[V / S, L] per shard}."""
@@ -226,7 +223,7 @@ class PinnedTables:
             shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
-    def with_traced(self, rows: PinnedRows) -> "PinnedTables":
+    def with_traced(self, rows: PinnedRows) -> Self:
         """Return these tables after a program that has put rows once."""
         self._last[:] = [rows]
         self.puts += 1
@@ -249,23 +246,18 @@ class PinnedTables:
         self.uses_by_host += 1
         return self._host
 
-    @property
-    def step(self) -> int | None:
-        """See `HostTables`."""
-        return self._host.step
-
     def read(self, plans: dict[str, Plan]) -> dict[str, Rows]:
         """Gather the planned rows and slots into arrays of the host; padding yields zeros."""
         return self.host.read(plans)
 
-    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "PinnedTables":
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> Self:
         """Store updated rows from the host; return the same tables."""
         self.host.put(plans, rows, shards)
         return self
 
     def add(
         self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
-    ) -> "PinnedTables":
+    ) -> Self:
         """Add rows - old to the current rows, on the host and without a lock; return the same tables."""
         self.host.add(plans, rows, old, shards)
         return self
@@ -282,7 +274,7 @@ class PinnedTables:
         """See `HostTables`."""
         return self.host.take(rows)
 
-    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "PinnedTables":
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
         """See `HostTables`."""
         self.host.with_shard(stack, shard, parts)
         return self

@@ -13,8 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -149,10 +148,7 @@ class RemoteTables(PutCounts):
     jaxrec.types.ShardsLost: shards [1, 3] are lost: server 1 (incarnation 1) is gone: its machine was taken away
     """
 
-    in_place: ClassVar[bool] = True
     traced: ClassVar[None] = None
-    remote_rows: ClassVar[bool] = True  # rows are saved and restored by the servers
-    directory: ClassVar[Path | None] = None
 
     def __init__(
         self, spec: EmbeddingSpec, row_optimizer: RowOptimizer, servers: Sequence[Server], timeout_s: float = 60.0,
@@ -196,7 +192,7 @@ class RemoteTables(PutCounts):
                         out[name][part][shard, : len(mine)] = mine
         return {name: Rows(parts.pop("value"), parts) for name, parts in out.items()}
 
-    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> "RemoteTables":
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> Self:
         """Store final rows of all shards or of some; return the same tables.
 
         Raises:
@@ -218,7 +214,7 @@ class RemoteTables(PutCounts):
 
     def add(
         self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
-    ) -> "RemoteTables":
+    ) -> Self:
         """Add rows - old to the current rows; return the same tables.
 
         Raises:
@@ -285,14 +281,14 @@ class RemoteTables(PutCounts):
         """
         self.take({(next(iter(self.spec.stacks)), shard): np.zeros(0, np.int32)})
 
-    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> "RemoteTables":
+    def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:
         """Overwrite the first rows of one shard, as `Tables.with_shard`; return the same tables."""
         check_parts(self.spec, self.layout, stack, shard, parts)
         whole = {part: np.ascontiguousarray(rows) for part, rows in parts.items()}
         self._ask("with_shard", {self._of(shard): (stack, int(shard), whole)})
         return self
 
-    def change_shards(self, shards: Sequence[int], function: Callable[..., Any], *args) -> "RemoteTables":
+    def change_shards(self, shards: Sequence[int], function: Callable[..., Any], *args) -> Self:
         """Run function(server, shards, *args) on every `ShardServer` that holds some of the shards, in parallel.
 
         Args:

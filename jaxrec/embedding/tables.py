@@ -7,6 +7,7 @@ Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -74,7 +75,7 @@ class Tables(Protocol):
       spec: tables and shards.
       layout: parts of a row, per stack.
       step: number of puts applied to all shards; None if puts are not counted, or if the tables are torn.
-      in_place: whether writes change these tables in place, so that several threads can write.
+      hosted: the same rows as `HostedTables`, which several threads can write in place; None on the devices.
       traced: a pytree with pure `read` and `put` for programs, whose result `with_traced` takes; None if only the host
         reaches the rows.
     """
@@ -89,7 +90,7 @@ class Tables(Protocol):
     def step(self) -> int | None: ...
 
     @property
-    def in_place(self) -> bool: ...
+    def hosted(self) -> "HostedTables | None": ...
 
     @property
     def traced(self) -> Any | None: ...
@@ -134,6 +135,29 @@ class Tables(Protocol):
 
     def overwriting(self, shards: Sequence[int] | None = None, step: int | None = None) -> AbstractContextManager:
         """Context in which the caller replaces whole shards; tables that outlive the process are marked torn in it."""
+
+
+class HostedTables(Tables, Protocol):
+    """Tables that the host reads and writes in place: in its memory, also pinned, or at servers.
+
+    Attributes:
+      puts: i64[S, 2], puts begun and puts done per shard.
+      directory: directory of mapped files; None if there are none.
+    """
+
+    @property
+    def puts(self) -> np.ndarray: ...
+
+    @property
+    def directory(self) -> Path | None: ...
+
+    def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> Self:
+        """As `Tables.put`, for some shards or all: each has one writer at a time."""
+
+    def add(
+        self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows], shards: Sequence[int] | None = None
+    ) -> Self:
+        """As `Tables.add`, for some shards or all."""
 
 
 def check_shard(spec: EmbeddingSpec, shard: int) -> None:

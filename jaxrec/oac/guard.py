@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostedTables
 from jaxrec.table_use import BrokenEngine, TableUse
 
 
@@ -15,7 +15,7 @@ class TableProgress(TableUse):
     `counted`: each batch puts all its rows, so that the put counters of the tables give the step of each shard.
     """
 
-    def __init__(self, tables: HostTables, counted: bool):
+    def __init__(self, tables: HostedTables, counted: bool):
         super().__init__(tables)
         self.counted = counted
 
@@ -54,14 +54,13 @@ class GuardedTables:
     `spec` and `layout` are always available.
     """
 
-    in_place = True
-
     def __init__(self, progress: TableProgress, step: int):
         self.spec, self.layout = progress.tables.spec, progress.tables.layout
         self._progress, self._step = progress, step
 
-    def unguarded(self) -> HostTables:
-        """Return the unguarded tables; raise unless they are at the step of the state."""
+    @property
+    def hosted(self) -> HostedTables:
+        """The unguarded tables; raises unless they are at the step of the state."""
         self._progress.refuse_broken()
         if not (self._step == self._progress.step == self._progress.current_at and self._progress.untouched()):
             raise ValueError(
@@ -72,10 +71,10 @@ class GuardedTables:
         return self._progress.tables
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.unguarded(), name)
+        return getattr(self.hosted, name)
 
     def __reduce__(self):
-        return _itself, (self.unguarded(),)  # a copy is of the unguarded tables
+        return _itself, (self.hosted,)  # a copy is of the unguarded tables
 
     def __repr__(self) -> str:
         return f"GuardedTables(of the state of step {self._step})"

@@ -10,7 +10,6 @@ import jax
 
 from jaxrec import validate
 from jaxrec.bounds import whole_number
-from jaxrec.oac.guard import GuardedTables
 from jaxrec.sharding import AXES, as_mesh, mesh_of
 from jaxrec.task import Task
 from jaxrec.types import TrainState
@@ -147,10 +146,10 @@ def check_options(
 
 def with_unguarded_tables(state) -> TrainState:
     """Return a state with its tables unguarded; refuse tables on the device and lagging ones."""
-    if not getattr(state.tables, "in_place", False):
-        raise ValueError("Pipeline is for HostTables or RemoteTables; those on the device need none: use `Serial`.")
     validate.check_not_donated(state)
-    return state._replace(tables=state.tables.unguarded()) if isinstance(state.tables, GuardedTables) else state
+    if (tables := state.tables.hosted) is None:
+        raise ValueError("Pipeline is for HostTables or RemoteTables; those on the device need none: use `Serial`.")
+    return state._replace(tables=tables)
 
 
 def checked_mesh(task: Task, state: TrainState) -> jax.sharding.Mesh:

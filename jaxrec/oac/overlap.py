@@ -45,7 +45,8 @@ class Ring(NamedTuple):
 class Begun(NamedTuple):
     """The rows of a batch that is being read, with the arguments, which must stay until that has ended."""
 
-    plans: dict[str, Plan]  # of the batch
+    plans: dict[str, Plan]  # of the batch, as given
+    sent: dict[str, Plan]  # the same, on several devices
     unique: dict[str, Array]  # row numbers, -1 for rows that the ring will hold
     records: dict[str, Array]
 
@@ -109,7 +110,7 @@ class Overlap:
         if begun is None or begun.plans is not plans:
             traced = self._drop_begun(traced)
             begun, traced = self._begin(tables, traced, plans)
-        number, floor = np.int32(self._number), np.int32(self._floor)
+        plans, number, floor = begun.sent, np.int32(self._number), np.int32(self._floor)
         rows, patched, traced = self._programs["replay"](self._ring, traced, plans, begun.records, number, floor)
         self._begun, upcoming, self._announced = None, self._announced, None
         if upcoming is not None:
@@ -134,8 +135,9 @@ class Overlap:
 
     def _begin(self, tables, traced, plans, ahead=0):
         number, floor = np.int32(self._number + ahead), np.int32(self._floor)
-        unique, records, traced = self._programs["begin"](self._ring, traced, plans, number, floor)
-        begun = Begun(plans, unique, records)
+        sent = self._programs["send"](plans)
+        unique, records, traced = self._programs["begin"](self._ring, traced, sent, number, floor)
+        begun = Begun(plans, sent, unique, records)
         tables.keep(begun)  # though this step may fail
         return begun, traced
 
@@ -162,7 +164,8 @@ def _uses(tables):
 def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: int) -> dict[str, Callable]:
     """Return the jitted functions of this module, shared by all over a mesh."""
     split = shardings(SPLIT, mesh)
-    plans = plan_specs(stacks)
+    plans, numbers = plan_specs(stacks), (EVERYWHERE, EVERYWHERE)
+    placed = shardings(plans, mesh)
 
     def over(function, *inputs, results=SPLIT, **options):
         # Not checked: a call of `PinnedRows` does not say over which axes its results vary.
@@ -170,16 +173,11 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
         return jax.jit(mapped, **options)
 
     return {
-        "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, EVERYWHERE, EVERYWHERE),
+        # One GPU has planned them itself; to several devices each program would send them anew.
+        "send": (lambda given: given) if mesh.size == 1 else functools.partial(jax.device_put, device=placed),
+        "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, *numbers),
         "replay": over(
-            functools.partial(replay, window),
-            SPLIT,
-            SPLIT,
-            plans,
-            SPLIT,
-            EVERYWHERE,
-            EVERYWHERE,
-            results=(SPLIT, EVERYWHERE, SPLIT),
+            functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, *numbers, results=(SPLIT, EVERYWHERE, SPLIT)
         ),
         "append": over(functools.partial(append, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from jaxrec.callbacks import AfterStep, Callback
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostedTables
 from jaxrec.engine import (
     CHECK_EVERY_STEPS,
     REMEDY,
@@ -118,14 +118,14 @@ class Pipeline(Engine):
         tables, spec = state.tables, state.tables.spec
         mesh = checked_mesh(task, state)
         placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._device_step = self.device_step_type(task.checked_update, options, tables, mesh, state.dense)
+        self._device_step = self.device_step_type(task.checked_update, options, tables.layout, mesh, state.dense)
         transfers = send or jax.device_put, fetch or fetch_whole, placement
         self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
         self.compilations, self._compiled_before = 0, 0
         self._snapshots = SnapshotSaver(self._stages, self._device_step, self._losses)
         self._progress = TableProgress(tables, counted=not options.adds)
         # The tables of yielded states, which refuse to be read while they lag.
-        self._guarded_tables: HostTables | GuardedTables = tables
+        self._guarded_tables: HostedTables | GuardedTables = tables
         self._new_scheduler(0, Stream(iter(())))
         live_pipelines.add(self)
 
@@ -137,7 +137,7 @@ class Pipeline(Engine):
         self._workers = Workers(self.scheduler, self._stages, stream, self._progress)
 
     @property
-    def tables(self) -> HostTables:
+    def tables(self) -> HostedTables:
         """The trained tables, unguarded."""
         return self._stages.tables
 
@@ -259,7 +259,7 @@ class Pipeline(Engine):
         check_same_shapes(given.dense, found.dense, "a callback returned a dense state of other shapes")
         self._device_step.dense = found.dense
 
-    def drain(self) -> HostTables:
+    def drain(self) -> HostedTables:
         """Wait until all committed batches are written; return the tables, which then match `state.dense`.
 
         For the committing thread, for example in a callback that evaluates. Batches gathered already stay valid. In
@@ -282,7 +282,7 @@ class Pipeline(Engine):
                 self._progress.mark_current()
         return self.tables
 
-    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+    def exclusive(self, change: Callable[[HostedTables], HostedTables]) -> None:
         """Change the tables while nothing else reads or writes them; prefetched rows are gathered again.
 
             pipeline.exclusive(lambda tables: restore_shards(path, tables, [shard])[0])

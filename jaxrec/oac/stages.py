@@ -27,7 +27,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxrec import validate
-from jaxrec.embedding import HostTables, bucket, capacity_of, plan
+from jaxrec.embedding import HostedTables, Layout, bucket, capacity_of, plan
 from jaxrec.embedding.lookup import compact_plan
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
@@ -114,18 +114,15 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
 
 
 class DeviceStep:
-    """The device side of a pipeline: dense state, which is donated, and ring, stepped one batch after the other.
-
-    Of `tables` only the layout is used.
-    """
+    """The device side of a pipeline: dense state, which is donated, and ring, stepped one batch after the other."""
 
     def __init__(
-        self, update: Callable, options: PipelineOptions, tables: HostTables, mesh: jax.sharding.Mesh, dense: DenseState
+        self, update: Callable, options: PipelineOptions, layout: Layout, mesh: jax.sharding.Mesh, dense: DenseState
     ):
         self.options, self.dense, self.depth = options, dense, options.depth
         self.ring: rings.Ring | None = None
         self.update: Callable = jax.jit(update, donate_argnums=0)
-        self._layout, self._jitted, self._programs = tables.layout, self.update, compile_ops(mesh, tuple(tables.layout))
+        self._layout, self._jitted, self._programs = layout, self.update, compile_ops(mesh, tuple(layout))
         self._row_numbers_on_device = options.repairs and not options.plans_sources
         self._read: dict = {}  # {shapes: Inputs of bool}
 
@@ -223,7 +220,7 @@ class Stages:
     """
 
     def __init__(
-        self, tables: HostTables, options: PipelineOptions, device_step: DeviceStep, send: Callable,
+        self, tables: HostedTables, options: PipelineOptions, device_step: DeviceStep, send: Callable,
         fetch: Callable, placement: Mapping, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         self.tables, self.options = tables, options

@@ -242,7 +242,6 @@ class SnapshotSaver(SnapshotSchedule):
             if missed or self.at(step):
                 self._losses.check()
         except FloatingPointError:
-            self._missed = []
             self.drop(step)
             raise
         for _ in range(missed):
@@ -263,6 +262,11 @@ class SnapshotSaver(SnapshotSchedule):
         while self._missed:
             self._missed[0].save(state)
             self._missed.pop(0)
+
+    def drop(self, step: int) -> None:
+        """Remove all snapshots of a step, and those missed before."""
+        self._missed = []
+        super().drop(step)
 
     def forget(self, now: int) -> None:
         """Drop all snapshots, missed ones included; warn of those that were not taken."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.callbacks import AfterStep, Callback
-from jaxrec.embedding import HostTables
+from jaxrec.embedding import HostedTables
 from jaxrec.engine import Engine
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import END, Stream, result_or_error
@@ -231,10 +231,10 @@ class FreeTrainers(Engine):
         one, memory = _first_replica(dense.params), dense.opt_state.group or None
         return SyncGroup(self._rule, one, self._replicas, last_round=False, memory=memory, **self._options)
 
-    def exclusive(self, change: Callable[[HostTables], HostTables]) -> None:
+    def exclusive(self, change: Callable[[HostedTables], HostedTables]) -> None:
         """Replace the tables by change(tables) while all trainers are idle: in a callback, or between two runs."""
         changed = change(self._state.tables)
-        if not getattr(changed, "in_place", False) or changed.spec.digest != self.tables.spec.digest:
+        if changed is None or changed.hosted is None or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: HostTables of the same spec are expected."
             )
@@ -257,14 +257,15 @@ class FreeTrainers(Engine):
         )
 
     def reset(self, state: TrainState) -> None:
-        """Continue from another state, between two runs or after a failure."""
-        if self.running:
-            raise ValueError("reset within a run: leave the loop first.")
+        """Continue from another state, between two runs or after a failure; pending snapshots are forgotten."""
+        self._refuse_reset(state)
         replicas = _mesh_of(state, self._free_step).shape[REPLICA]
         if replicas != self._replicas:
             raise ValueError(f"the state has {replicas} replicas, and there are {self._replicas} trainers.")
         self._notify_restarted(state)
+        before = self.step
         self._take_state(state)
+        self._snapshots.forget(before)
 
     def together(self) -> TrainState:
         """Return the state after the last rounds that a synchroniser's `finish` makes, for evaluation.

@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -100,13 +99,8 @@ class Synchroniser(Callback):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.leave(error)
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.end(error)
 
     def exchange(self, state: Any) -> Any:
         """Synchronise a state, now or in the background.
@@ -160,8 +154,8 @@ class Synchroniser(Callback):
         return self.exchange(info.state)
 
     def end(self, error: BaseException | None) -> None:
-        """Leave the synchroniser, as a callback of an engine."""
-        self.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        """Leave the synchroniser, at the end of its `with` block or that of its engine."""
+        self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End this trainer's participation, so that the others no longer wait for it."""
@@ -337,12 +331,8 @@ class Shadow(Synchroniser):
     def _begin(self):
         self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """See `Synchroniser`; also wait for the thread, and raise its error unless there is another one."""
         self.leave(error)
         if self._has_ended(self._transport.timeout_s):
             if error is None:
@@ -414,7 +404,7 @@ class Shadow(Synchroniser):
                 self._transport.leave(self._trainer, error)
         finally:
             with self._changed:
-                # Last, and after any error: `__exit__` and `finish` wait for it.
+                # Last, and after any error: `end` and `finish` wait for it.
                 self._ended = True
                 self._changed.notify_all()
 

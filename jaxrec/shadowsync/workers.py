@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import whole_number
-from jaxrec.embedding import HostTables, capacity_of, plan
+from jaxrec.embedding import HostedTables, capacity_of, plan
 from jaxrec.interrupts import uninterrupted
 from jaxrec.shadowsync.params import replica_spread
 from jaxrec.shadowsync.stats import TrainerStats
@@ -87,7 +87,7 @@ def _programs(task):
 class Shared:
     """What the trainers of a run share; its flags and lists are read and written without a lock."""
 
-    def __init__(self, step: FreeStep, tables: HostTables, hook: Callable[[int, int, dict], None] | None):
+    def __init__(self, step: FreeStep, tables: HostedTables, hook: Callable[[int, int, dict], None] | None):
         self.step, self.tables, self.hook = step, tables, hook
         self.stopped = False
         self.threads: list[threading.Thread] = []
@@ -163,7 +163,7 @@ class Trainer:
             return
         own = next((error for number, error in self.shared.failures if number == self.number), None)
         try:
-            self.entered.__exit__(None, own, None)
+            self.entered.end(own)
         except Exception as error:
             self._fail(error, f"in the synchronisation of trainer {self.number}")
 
@@ -281,7 +281,7 @@ class FreeStats(TrainerStats):
 def train_freely(
     task: Task,
     params: PyTree,
-    tables: HostTables,
+    tables: HostedTables,
     streams: Sequence[Iterable[Batch]],
     synchroniser: Callable[[int], Synchroniser] | None = None,
     workers_per_trainer: int = 1,
@@ -327,7 +327,7 @@ def train_freely(
 def train_stretch(
     step: FreeStep,
     states: Sequence[DenseState],
-    tables: HostTables,
+    tables: HostedTables,
     streams: Sequence[Iterable[Batch]],
     synchroniser: Callable[[int], Synchroniser] | None = None,
     workers_per_trainer: int = 1,
@@ -388,7 +388,7 @@ def _check(states, tables, streams, workers):
     iterators = [id(stream) for stream in streams if isinstance(stream, Iterator)]
     if len(set(iterators)) < len(iterators):
         raise ValueError("two trainers have the same iterator as their stream: give each one of its own.")
-    if not getattr(tables, "in_place", False):
+    if tables.hosted is None:
         raise ValueError(f"tables is a {type(tables).__name__}: free trainers write in place, which needs HostTables.")
     for number, state in enumerate(states):
         if any(np.shape(leaf)[:1] != (1,) for leaf in jax.tree.leaves((state.params, state.opt_state))):
