@@ -2,11 +2,13 @@
 
     python experiments/models.py --data criteo --path criteo.prepared        rows of your own preparation, 3 seeds
     python experiments/models.py --curved 0.5 --steps 2500                   5,120,000 synthetic clicks, 3 seeds
+    python experiments/models.py --data criteo --path criteo.prepared --models lr --binned train.txt
     python experiments/models.py --workdir DIR --resume                      goes on; what is complete is kept
 
 With --curved 0.5, half of what decides a synthetic click is a wave over a sum of all fields, which neither a sum of
 features (LR) nor products of two features (FM) can express: both must stay below every deep model, and results.json
-says whether they do. Each run is train.py with defaults except for the model, two to five minutes on two cores.
+says whether they do. --binned adds logistic regression over integers in buckets, the stronger baseline. Each run is
+train.py with defaults except for the model, two to five minutes on two cores.
 Result: results/two_cores_cpu/models_*.json.
 """
 
@@ -21,8 +23,14 @@ from main.report import scaled
 from main.signals import stop_on_signals
 from sweep import MINUS, again_in, summary, trained_arms
 
+from jaxrec.data.blocks import read_metadata
+from jaxrec.data.tabular import AtRandom, ByRows, Categorical, Dense, Schema, prepare
+from jaxrec.data.tabular.ready import CRITEO
+
 Model = Literal["lr", "fm", "wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2"]
-SHALLOW: tuple[Model, ...] = ("lr", "fm")
+BINNED = "lr_binned"
+BUCKETS = (0, *(2**power for power in range(17)))  # of an integer
+SHALLOW: tuple[str, ...] = ("lr", BINNED, "fm")
 DEEP: tuple[Model, ...] = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dcnv2")
 
 
@@ -30,11 +38,13 @@ DEEP: tuple[Model, ...] = ("wide_deep", "deepfm", "dnn", "finalmlp", "dlrm", "dc
 class Config(Flags):
     """Flags of the comparison; --preset is that of each run, and --seed the first of the seeds."""
 
-    models: tuple[Model, ...] = (*SHALLOW, *DEEP)
+    models: tuple[Model, ...] = ("lr", "fm", *DEEP)
     seeds: int = 3
     data: Literal["synthetic", "criteo"] = "synthetic"
     path: tuple[Path, ...] | None = None
     """Prepared directories, for --data criteo, which seeds take in turn."""
+    binned: Path | None = None
+    """Criteo's raw file, from which --path was prepared: adds LR over integers in buckets, on the same splits."""
     curved: float = 0.0
     """Synthetic: share of what decides a click that LR and FM cannot express."""
     rows: int | None = None
@@ -50,6 +60,31 @@ def flags_of(config: Config) -> list[str]:
     given = {"data": config.data, "rows": config.rows, "steps": config.steps}
     words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return words + (["--curved", str(config.curved)] if config.curved else [])
+
+
+def binned_schema(options: Mapping[str, Any]) -> Schema:
+    """Return the schema of Criteo's raw files with integers in buckets.
+
+    Args:
+      options: of the preparation whose categories and split it shall have.
+    """
+    features = tuple(
+        Dense(feature.column, buckets=BUCKETS)
+        if isinstance(feature, Dense)
+        else Categorical(feature.column, options["min_count"] or 1, options["hash_cap"])
+        for feature in CRITEO.features
+    )
+    share = options["train_fraction"]
+    split = AtRandom(share, seed=options["seed"]) if options["split"] == "random" else ByRows(share)
+    return dataclasses.replace(CRITEO, features=features, split=split)
+
+
+def prepared_in_buckets(source: Path, like: Sequence[Path], to: Path) -> list[Path]:
+    """Prepare a raw file for each of the preparations `like`, below `to`; return the directories."""
+    directories = [to / f"binned_{number}" for number in range(len(like))]
+    for directory, one in zip(directories, like, strict=True):
+        prepare([source], directory, binned_schema(read_metadata(one)["options"]))
+    return directories
 
 
 def verdict(results: dict[str, Any], models: Sequence[str]) -> dict[str, Any]:
@@ -106,26 +141,37 @@ def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
     paths = config.path or ()
     needs_path = config.data == "criteo" and not (paths and all(path.is_dir() for path in paths))
-    refuse({"--data criteo needs --path: directories made by prepare.py.": needs_path})
+    refuse(
+        {
+            "--data criteo needs --path: directories made by prepare.py.": needs_path,
+            "--binned is for --data criteo.": config.binned is not None and config.data != "criteo",
+        }
+    )
     with (
         Run("models", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
         seeds, flags = range(config.seed, config.seed + config.seeds), flags_of(config)
-        arms = {model: [*flags, "--model", model] for model in config.models}
+        arms: dict[str, list[str]] = {model: [*flags, "--model", model] for model in config.models}
         of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
         found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
+        if config.binned is not None:
+            binned = prepared_in_buckets(config.binned, paths, run.directory)
+            of_seed = lambda seed: ["--path", str(binned[seed % len(binned)])]
+            arms = {BINNED: ["--data", "tabular", "--model", "lr"]}
+            found |= trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
+        models = list(found)
         aucs = {model: [one["test_auc"] for one in its] for model, its in found.items()}
         results = summary(aucs, seeds, len(paths) or 1)
         results |= {f"{model}_{seed}_auc": one["test_auc"] for model, its in found.items()
                     for seed, one in zip(seeds, its, strict=True)}  # fmt: skip
-        results |= verdict(results, config.models)
+        results |= verdict(results, models)
         first = found[config.models[0]]  # all have the same data
         if all("teacher_auc" in one for one in first):
             results["teacher_auc_mean"] = float(np.mean([one["teacher_auc"] for one in first]))
-        draw(run, results, config.models)
+        draw(run, results, models)
         columns = {"test AUC": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
-        run.close(results, grid(results, "model", list(config.models), columns))
+        run.close(results, grid(results, "model", models, columns))
         if "shallow_below_deep" in results:
             say(f"LR and FM below every deep model: {'yes' if results['shallow_below_deep'] else 'NO'}")
         return results

@@ -4,9 +4,10 @@
     python experiments/results_page.py --add runs/oac_link-1 --to two_cores_cpu/oac_link     first stores a run there
     python experiments/results_page.py --add runs/gpu/oac.json --to one_h200/oac    a part of on_accelerator.py
 
-claims.json has, for each claim of the papers' abstracts, how far it is met, a text and its runs, and for each file of
-experiments/results, as MACHINE/NAME, the command of the run, a text and the tables of its figures. Where the page has
-figures, it has keys of a file:
+claims.json has, for each claim of the papers' abstracts, whether and how far it is met, a text and its runs, and for
+each file of experiments/results, as MACHINE/NAME, the command of the run, a text and the tables of its figures. Where
+random splits of one sample are compared, it has their `test_over_train`, by which intervals are corrected. Where the
+page has figures, it has keys of a file:
 
 - `{key:2}` in a text is the figure with two decimals (-3: in thousands; 1%: a share, in percent), `{key:2~}` the same
   with its interval if the file has one, and `{NAME/key:2}` that of another file, as in the text of a claim.
@@ -20,6 +21,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import math
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -38,8 +40,9 @@ from jaxrec.files import atomic_write, make_directory, write_text
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
-PATHS = ("path", "traces")  # flags that name a place on one machine
-MET = ("not reproduced", "no", "not shown", "partly", "yes")  # unfavourable first
+PATHS = ("path", "binned", "traces")  # flags that name a place on one machine
+MET = ("contradicted here", "not shown", "holds in part", "holds")  # unfavourable first
+HALVES = ("half_interval", "half_width")  # names of half an interval in keys
 _VERSIONS = {"commit": "commit", "jax": "jax", "Python": "python"}
 _FIGURE = re.compile(r"\{(?:(\w+)/)?([^{}:/]+):(-?\d+)(%?)(~?)\}")
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color:#111}
@@ -72,6 +75,16 @@ class Run(NamedTuple):
     about: Mapping[str, Any]
     seeds: str = ""
     beside: Mapping[str, Any] = {}
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Its results and, of random splits of one sample, corrected half widths."""
+        found = self.found["results"]
+        if "test_over_train" not in self.about:
+            return found
+        times = correction(len(self.found["config"]["path"]), self.about["test_over_train"])
+        halves = [key for key, value in found.items() if any(half in key for half in HALVES) and value is not None]
+        return found | {re.sub("|".join(HALVES), "corrected", key): found[key] * times for key in halves}
 
     @property
     def drawn(self) -> Mapping[str, Any]:
@@ -185,6 +198,22 @@ def runs(root: Path) -> dict[str, list[Run]]:
     return found
 
 
+def correction(splits: int, test_over_train: float) -> float:
+    """Return by how much an interval over random splits of one sample must be wider, to hold for another sample.
+
+    The splits share most of their rows, so the mean over n of them has the variance (1/n + test/train) s^2 and not
+    s^2 / n. Reference: Nadeau and Bengio, "Inference for the Generalization Error", Machine Learning 52, 2003,
+    corrected resampled t-test.
+
+    Args:
+      test_over_train: test rows of a split for each of its training rows.
+
+    >>> correction(splits=15, test_over_train=0.2)
+    2.0
+    """
+    return math.sqrt(1 + splits * test_over_train)
+
+
 def end_of(results: Mapping[str, Any], key: str, end: str) -> Any:
     """The end of an interval of a figure, whose key has the name of the end somewhere in that of the figure.
 
@@ -202,16 +231,20 @@ def figure(results: Mapping[str, Any], key: str, decimals: int, share: bool = Fa
     >>> results = {"rate_a": 1.5, "rate_low_a": 1.0, "rate_high_a": 1234.5, "auc": 0.75, "auc_half_interval": 0.25}
     >>> figure(results, "rate_a", 2, interval=True), figure(results, "auc", 1, share=True, interval=True)
     ('1.50 (1.00 to 1,234.50)', '75.0 ± 25.0 %')
+    >>> figure(results | {"auc_corrected": 0.5}, "auc", 2, interval=True)
+    '0.75 ± 0.25 (corrected ± 0.50)'
     """
     times = 100 if share else 1
     number = lambda value: f"{round(value * times, decimals) + 0.0:,.{max(decimals, 0)}f}" if value else "0"
     text, unit = number(results[key]), " %" if share else ""
     low, high = end_of(results, key, "low"), end_of(results, key, "high")
-    half = end_of(results, key, "half_interval")
-    half = end_of(results, key, "half_width") if half is None else half
+    half = next((found for end in HALVES if (found := end_of(results, key, end)) is not None), None)
     if not interval or (low is None and half is None):
         return text + unit
-    return f"{text}{unit} ({number(low)} to {number(high)}{unit})" if half is None else f"{text} ± {number(half)}{unit}"
+    if half is None:
+        return f"{text}{unit} ({number(low)} to {number(high)}{unit})"
+    corrected = end_of(results, key, "corrected")
+    return f"{text} ± {number(half)}{unit}" + (f" (corrected ± {number(corrected)})" if corrected is not None else "")
 
 
 def filled(text: str, results: Mapping[str, Any], found: Mapping[str, list[Run]]) -> str:
@@ -225,7 +258,7 @@ def filled(text: str, results: Mapping[str, Any], found: Mapping[str, list[Run]]
         name, key, decimals, share, interval = match.groups()
         if name and len(found.get(name, ())) != 1:
             raise ValueError(f"{match[0]}: no one file is called {name}; give the figures of one in its own text.")
-        of = found[name][0].found["results"] if name else results
+        of = found[name][0].results if name else results
         if not isinstance(of.get(key), int | float):
             raise ValueError(f"{match[0]}: the file lacks {key!r}: give a key of its results in claims.json.")
         return figure(of, key, int(decimals), bool(share), bool(interval))
@@ -258,21 +291,26 @@ def cells(table: Mapping[str, Any], results: Mapping[str, Any]) -> list[list[str
     return rows
 
 
+def table_of(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Lines of a table in Markdown, and an empty one."""
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
 def by_met(claims: list) -> list:
-    """Sort claims in page order: those not reproduced first."""
+    """Sort claims in page order: those contradicted or not shown first."""
     return sorted(claims, key=lambda claim: MET.index(claim["met"]))
 
 
 def section(run: Run, found: Mapping[str, list[Run]]) -> str:
     """The section of a run, in Markdown."""
-    results = run.found["results"]
+    results = run.results
     seeds = f", [each seed]({run.seeds})" if run.seeds else ""
     says = filled(run.about["says"], results, found)
     origin = f"`{run.about['command']}`, {run.where}: [{run.name}.json]({run.file}){seeds}."
     lines = [f"### {run.heading}", f"{origin} {says}", ""]
     for table in run.about["tables"]:
         head, *rows = cells(table, results)
-        lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)] + [""]
+        lines += table_of(head, rows)
     return "\n".join(lines)
 
 
@@ -280,10 +318,13 @@ def markdown(claims: Mapping[str, Any], found: Mapping[str, list[Run]]) -> str:
     """The page in Markdown, for readers of the repository."""
     lines = ["# Results", ""]
     for text in claims["says"]:
-        lines += [text, ""]
+        lines += [filled(text, {}, found), ""]
     for paper in claims["papers"]:
+        claims_of = by_met(paper["claims"])
+        rows = [[claim["claim"], claim["met"], filled(claim["how"], {}, found)] for claim in claims_of]
         lines += [f"## {paper['name']}", f"{paper['source']}.", ""]
-        for claim in by_met(paper["claims"]):
+        lines += table_of(["claim", "here", "how far, where or why"], rows)
+        for claim in claims_of:
             links = ", ".join(run.link for name in claim["runs"] for run in found[name])
             says = filled(claim["says"], {}, found) + f" Runs: {links}." * bool(links)
             lines += [f"### {claim['claim']}: {claim['met']}", says, ""]
@@ -299,8 +340,8 @@ def markdown(claims: Mapping[str, Any], found: Mapping[str, list[Run]]) -> str:
 def anchor(heading: str) -> str:
     """The anchor that GitHub gives a heading.
 
-    >>> anchor("oac_link, two_cores_cpu"), anchor("The rate of asynchronous training: partly")
-    ('oac_link-two_cores_cpu', 'the-rate-of-asynchronous-training-partly')
+    >>> anchor("oac_link, two_cores_cpu"), anchor("The rate of asynchronous training: not shown")
+    ('oac_link-two_cores_cpu', 'the-rate-of-asynchronous-training-not-shown')
     """
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 

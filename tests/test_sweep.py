@@ -17,6 +17,10 @@ import sweep
 from main import children
 from main.cli import paired_interval
 from main.signals import Stopped
+from trained_run import criteo_lines, write_lines
+
+from jaxrec.data import criteo
+from jaxrec.data.tabular import open_table
 
 SCRIPT = Path(__file__).parent.parent / "experiments" / "sweep.py"
 TINY = ("rows=500", "batch-size=64", "steps=4", "evaluations=2", "embedding-width=4", "model=small_dlrm")
@@ -177,12 +181,26 @@ def test_a_signal_stops_the_run_that_goes_on_later(tmp_path):
     [
         ({"data": "criteo"}, "--data criteo needs --path"),
         ({"data": "criteo", "path": (Path("/nowhere"),)}, "--data criteo needs --path"),
+        ({"binned": Path("train.txt")}, "--binned is for --data criteo"),
     ],
 )
 def test_models_that_cannot_be_compared_are_refused(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         models.main(models.Config(workdir=tmp_path / "m", **flags))
     assert not (tmp_path / "m").exists()
+
+
+def test_integers_in_buckets_have_the_splits_of_the_other_models(tmp_path):
+    raw = write_lines(tmp_path / "train.txt", criteo_lines(240))
+    like = [tmp_path / f"split_{seed}" for seed in (3, 4)]
+    for seed, directory in enumerate(like, start=3):
+        criteo.prepare([raw], directory, split="random", hash_cap=50, seed=seed)
+    for one, binned in zip(like, models.prepared_in_buckets(raw, like, tmp_path), strict=True):
+        for split in ("train", "test"):
+            plain, own = criteo.open_split(one, split), open_table(binned, split)
+            assert [block["label"].ravel().tolist() for block in own] == [b["label"].tolist() for b in plain]
+        assert own.metadata["cardinalities"] == [len(models.BUCKETS) + 2] * 13 + [50] * 26
+        assert own[0]["dense"].shape[1] == 0
 
 
 @pytest.mark.slow

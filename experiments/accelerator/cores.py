@@ -11,6 +11,7 @@ import itertools
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from jaxrec.cluster import Machine
 from jaxrec.cluster.pool import TrainerPool
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.embedding import HostTables
-from jaxrec.shadowsync import bmuf, easgd, model_averaging
+from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging
 
-RULES = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
+RULES: dict[str, Callable[[], Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 WAYS = ("none", "s_easgd", "s_ma", "s_bmuf", "easgd_every_5", "ma_every_5")
 PACE_S = 0.3  # of background rounds
 WARM_STEPS = 4
