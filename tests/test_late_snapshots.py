@@ -231,7 +231,7 @@ def test_a_save_that_lost_shards_have_delayed_does_not_outlive_the_block_whose_c
         saves.append(int(state.dense.step))
         raise ShardsLost([1])
 
-    engine, stream = make(mortal()), iter([*batches(6)])
+    engine, stream = make(failing()), iter([*batches(6)])
     engine.snapshot_at(2, save)
     with pytest.raises(ShardsLost), engine:
         engine.train(stream)
