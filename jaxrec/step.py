@@ -245,11 +245,12 @@ def checked_plans(
 def make_eval_step(
     spec: EmbeddingSpec, predict: Callable, mesh: jax.sharding.Mesh | None = None, replica: int = 0
 ) -> Callable:
-    """Make the evaluation step, (state, batch, plans) -> f32[B], for any row storage; it modifies nothing.
+    """Make the evaluation step, (state, batch, plans) -> f32[B, ...], for any row storage; it modifies nothing.
 
     Args:
       spec: the tables and lookups.
-      predict: (params, activations, batch) -> f32[B], for example logits; f32[B, ...] if examples have several labels.
+      predict: (params, activations, batch) -> f32[B], for example logits; or f32[B, D] with D > 1, for example vectors;
+        or f32[B, ...] if examples have several labels.
       mesh: from `make_mesh`; one device if None. All its devices share the work.
       replica: index of the replica whose dense parameters are used.
 
@@ -274,7 +275,8 @@ def make_eval_step(
         with naming_lookups(spec.lookups):
             found = predict(params, activations(spec, values, plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
-        check_per_example("predict", found, batch, only_first_axis=several)
+        vectors = jnp.shape(found)[1:] not in ((), (1,))  # of a tower; one column is a logit with an axis too many
+        check_per_example("predict", found, batch, only_first_axis=several or vectors)
         return found
 
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)

@@ -28,7 +28,15 @@ from jaxrec.sharding import (
     plan_specs,
     shardings,
 )
-from jaxrec.step import checked_plans, device_operations, init_dense, update, with_replica, without_replica
+from jaxrec.step import (
+    checked_plans,
+    device_operations,
+    init_dense,
+    make_eval_step,
+    update,
+    with_replica,
+    without_replica,
+)
 from jaxrec.types import Batch, DenseState, Plan, PyTree, RowOptimizer, Rows, ShardsLost, TrainState
 from jaxrec.xla import check_fusion
 
@@ -190,6 +198,10 @@ class Task:
         in_specs = (_DENSE, SPLIT, plan_specs(self.spec.stacks), BATCH)
         mapped = jax.shard_map(local, mesh=as_mesh(self.mesh), in_specs=in_specs, out_specs=(_DENSE, SPLIT, EVERYWHERE))
         return mapped(dense, rows, plans, batch)
+
+    def eval_step(self, predict: Callable) -> Callable:
+        """Make the evaluation step over the mesh of the task, see `make_eval_step`."""
+        return make_eval_step(self.spec, predict, self.mesh)
 
     @functools.cached_property
     def checked_update(self) -> Callable:

@@ -30,7 +30,6 @@ from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
 from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
-from jaxrec.step import make_eval_step
 from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 
@@ -61,7 +60,7 @@ class ClickJob(NamedTuple):
 
     def eval_step(self) -> Callable:
         """As `make_eval_step`."""
-        return make_eval_step(self.spec, self.predict, self.task.mesh)
+        return self.task.eval_step(self.predict)
 
 
 def click_job(

@@ -45,7 +45,8 @@ def in_batch_softmax(
     """Compute the softmax loss of each query, whose negatives are the other items of the batch.
 
     -log(exp(s_ii) / sum_j exp(s_ij)), s_ij = <u_i, v_j> / temperature - log p_j (Yi et al., RecSys 2019, equations 3 to
-    5). Popular items occur in many batches; without the correction by log p_j they would be penalised for it.
+    5). Popular items occur in many batches; without the correction by log p_j they would be penalised for it. Over
+    several devices, negatives are the items of the same device.
 
     Args:
       query, item: f32[B, D], unit vectors; item i is the positive of query i.
