@@ -7,6 +7,7 @@
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
     python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
+    python experiments/train.py --config runs/x/config.json       trains with the flags of another run
 
 docs/running.md has more. The test set is evaluated once, at the end, or, where there is no validation set, during
 training too, without selecting anything; beside it the teacher that drew synthetic labels, the best that is possible.
@@ -19,6 +20,7 @@ import itertools
 import sys
 from collections.abc import Callable
 
+import jax
 from main.cli import Run, command_line, paired_interval, refuse, say
 from main.click_data import Data
 from main.config import Config, Evaluations, parse
@@ -46,7 +48,9 @@ class Over(Exception):
 def data_of(config: Config) -> Data:
     """Open the data that the flags select, and say what to expect."""
     data = config.source.open(config.seed)
-    say(f"batches of {data.batch_size}; test AUC to expect: {data.expectation}")
+    devices = jax.devices()
+    where = f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
+    say(f"batches of {data.batch_size} on {where}; test AUC to expect: {data.expectation}")
     return data
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from main import click_data, table_data
+from main.cli import Run
 from main.click_data import criteo_clicks, criteo_of_seeds, make_model, set_apart, synthetic_clicks
-from main.config import config_of
+from main.config import Config, config_of, parse
 from main.sources import PREPARATION, Criteo, Tabular, prepared_directory
 from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
@@ -472,3 +473,22 @@ def test_a_file_without_a_schema_is_refused_by_its_line(tmp_path, text, rule):
     (tmp_path / "schema.py").write_text(text)
     with pytest.raises(ValueError, match=rule):
         open_schema(str(tmp_path / "schema.py"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"rows": 500, "shuffle": True, "learning_rate": 0.5},
+        {"tables": "host", "pipeline": "oac", "window": 3, "cpr": "mfu", "fail": ("3:5", "7:1"), "seeds": 2},
+        {"data": "criteo", "path": (Path("a.txt"), Path("b.txt")), "split": "random", "patience": 2,
+         "validation_fraction": 0.25, "tables": "host", "shadowsync": "ma", "workers": 2},
+    ],
+)  # fmt: skip
+def test_the_configuration_of_a_run_is_given_back_by_its_file(tmp_path, flags):
+    config = config_of(**flags).check()
+    with Run("train", config, tmp_path / "run"):
+        file = str(tmp_path / "run" / "config.json")
+    assert parse(Config, ["--config", file]) == config
+    assert parse(Config, ["--seed", "7", "--config", file]).seed == 7
+    with pytest.raises(ValueError, match=r"--config .*none.json cannot be read"):
+        parse(Config, ["--config", str(tmp_path / "none.json")])

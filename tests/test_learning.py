@@ -63,3 +63,15 @@ def test_every_choice_of_a_flag_is_there():
             for schedule in choices["schedule"]:
                 assert len(Learning(optimizer=dense, row_optimizer=rows, schedule=schedule).optimizers(5)) == 2
     assert choices["optimizer"] == tuple(OPTIMIZERS) and choices["row_optimizer"] == tuple(ROW_OPTIMIZERS)
+
+
+def test_dense_gradients_are_clipped_and_then_decay_is_added():
+    params, gradient = {"a": jnp.full(3, 4.0), "b": jnp.zeros(1)}, {"a": jnp.zeros(3), "b": jnp.full(1, 10.0)}
+
+    def step(**flags):
+        dense, _ = Learning(optimizer="sgd", learning_rate=1.0, **flags).optimizers(STEPS)
+        change, _ = dense.update(gradient, dense.init(params), params)
+        return jax.tree.map(float, {"a": -change["a"][0], "b": -change["b"][0]})
+
+    assert step() == {"a": 0, "b": 10} and step(weight_decay=0.5) == {"a": 2, "b": 10}
+    assert step(clip_norm=5.0) == {"a": 0, "b": 5} and step(clip_norm=5.0, weight_decay=0.5) == {"a": 2, "b": 5}

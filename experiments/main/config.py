@@ -15,6 +15,7 @@ the command line and in config.json: `parse` and `config_of` build the tree, `ru
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -253,9 +254,41 @@ def config_of(**flags: Any) -> Config:
     return dataclasses.replace(chosen, **read)
 
 
+_NOT_TO_REPEAT = {"experiment", "run", "workdir", "resume", "requeue", "table_directory"}
+
+
+def words_of(file: Path) -> list[str]:
+    """Return the flags of a run in its config.json as words of a command line, without those of its place.
+
+    Raises:
+      ValueError: there is no such file, or it holds no flags.
+    """
+    try:
+        flags = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"--config {file} cannot be read ({error}): give the config.json of a run.") from error
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is None or name in _NOT_TO_REPEAT:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value != []:
+            words += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 def parse(config: type[Config], args: Sequence[str] | None = None, description: str | None = None) -> Config:
-    """Return the checked configuration of a command line; --help shows the flags of the parts that it chooses."""
-    args = sys.argv[1:] if args is None else args
+    """Return the checked configuration of a command line; --help shows the flags of the parts that it chooses.
+
+    `--config FILE` stands for the flags in a config.json, and flags beside it change them.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if "--config" in args:
+        place = args.index("--config")
+        file, args[place : place + 2] = args[place + 1 : place + 2], []
+        args = [*(words_of(Path(*file)) if file else []), *args]
     without_help = [word for word in args if word not in ("-h", "--help")]
     kinds, _ = tyro.cli(Kinds, args=without_help, return_unknown_args=True)
     read = functools.partial(

@@ -37,6 +37,10 @@ class Learning:
     optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
     """Optimizer of the dense parameters."""
     learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    """L2 penalty of the dense parameters."""
+    clip_norm: float | None = None
+    """Clip the gradient of the dense parameters to this norm, of all of them together."""
     row_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "momentum_sgd", "lazy_adam", "rowwise_adam", "ftrl"] = (
         "rowwise_adagrad"
     )
@@ -78,7 +82,12 @@ class Learning:
             rows = with_weight_decay(rows, self.row_weight_decay)
         if self.row_clip_norm is not None:  # around the decay, so that only gradients of the data are clipped
             rows = with_clipping(rows, self.row_clip_norm)
-        return OPTIMIZERS[self.optimizer](rate), rows
+        dense = [OPTIMIZERS[self.optimizer](rate)]
+        if self.weight_decay:
+            dense.insert(0, optax.add_decayed_weights(self.weight_decay))
+        if self.clip_norm is not None:  # before the decay, as for rows
+            dense.insert(0, optax.clip_by_global_norm(self.clip_norm))
+        return optax.chain(*dense) if len(dense) > 1 else dense[0], rows
 
     def _scheduled(self, peak: float, steps: int) -> float | optax.Schedule:
         """Return a learning rate with its schedule; a constant one stays a float, which keeps its program unchanged."""

@@ -23,6 +23,8 @@ REFUSED = {
     "--seed -1": "--seed -1 must be a number of at least",
     "--cpr mfu --fail gamma --fail-shape 1e-09": "--fail-shape 1e-09 must be a number of at least",
     "--learning-rate nan": "--learning-rate nan must be a number",
+    "--weight-decay -1": "--weight-decay -1.0 must be a number",
+    "--clip-norm 0": "--clip-norm 0.0 must be a number",
     "--row-learning-rate inf": "--row-learning-rate inf must be a number",
     "--rows 10": "rows=10 must be a whole number from 78",
     "--data criteo --path x --validation-fraction 1.0": "--validation-fraction 1.0 must be a share",
