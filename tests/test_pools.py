@@ -21,8 +21,7 @@ from pauses import Timed, longest_by_state
 from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
-from jaxrec.cluster.pool import TrainerPool, image_of
-from jaxrec.cluster.sync_servers import SyncServer
+from jaxrec.cluster.pool import PoolSyncServer, TrainerPool, image_of
 from jaxrec.cluster.trainers import Progress, at_step
 from jaxrec.embedding.servers import ServerGone, ShardServer
 from jaxrec.shadowsync import model_averaging
@@ -108,7 +107,7 @@ def pool_of(monkeypatch):
         processes.append(InThisProcess(*given, **more))
         return processes[-1]
 
-    monkeypatch.setattr("jaxrec.cluster.pool.Process", process)
+    monkeypatch.setattr("jaxrec.cluster.pool.RayProcess", process)
     monkeypatch.setattr("jaxrec.cluster.pool.packed", lambda work: work)
     cluster = types.SimpleNamespace(check_entered=lambda: None)
     with Supervised(SPEC, OWN[1], way=lambda *about: Handled(ShardServer(*about))) as servers:
@@ -144,7 +143,7 @@ def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_o
     """Batches after its positions may be trained twice when it is restored, and none is left out."""
     asked, answered, allowed = threading.Event(), threading.Event(), threading.Semaphore(3)
 
-    class Slow(SyncServer):
+    class Slow(PoolSyncServer):
         def leaves(self):
             asked.set()
             assert answered.wait(60)
@@ -169,7 +168,7 @@ def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_o
             saver.join()
             allowed.release(2)
 
-    monkeypatch.setattr("jaxrec.cluster.pool.SyncServer", Slow)
+    monkeypatch.setattr("jaxrec.cluster.pool.PoolSyncServer", Slow)
     pool, _ = pool_of(work(batches=batches, rule=model_averaging()), directory=tmp_path, save_every_seconds=1e6)
     saver = threading.Thread(target=pool.save)
     with pool:

@@ -34,7 +34,7 @@ from jaxrec.checkpoint import (
     snapshot_rows,
     write_image,
 )
-from jaxrec.cluster.pool import PoolTables
+from jaxrec.cluster.pool import ServedTables
 from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
@@ -741,7 +741,7 @@ def test_a_server_that_does_not_see_the_directory_refuses_to_save_there(tmp_path
 def test_a_pool_restores_a_server_from_the_newest_intact_image(damaged, tmp_path):
     with Supervised(SPEC, ROWS) as servers:
         tables, saved = servers.tables, []
-        pool = PoolTables(servers, tmp_path, 1e6, {"w": np.ones(4)})
+        pool = ServedTables(servers, tmp_path, 1e6, {"w": np.ones(4)})
         for seed in (1, 2):
             plans = plan(SPEC, batch_at(seed).ids)
             tables.put(plans, changed(tables.read(plans), seed))
@@ -768,7 +768,7 @@ def test_a_pool_restores_a_server_from_the_newest_intact_image(damaged, tmp_path
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_pool_saves_no_parameters_that_are_not_finite(wrong, tmp_path):
     with Supervised(SPEC, ROWS) as servers:
-        pool = PoolTables(servers, tmp_path, 1e6, {"w": np.ones(4, np.float32)})
+        pool = ServedTables(servers, tmp_path, 1e6, {"w": np.ones(4, np.float32)})
         with pytest.raises(OSError, match="an image was not saved: the parameters are not finite"):
             pool.save(lambda: ([np.array([1, wrong, 1, 1], np.float32)], {}))
         pool.close()
@@ -782,7 +782,7 @@ def test_a_pool_restores_again_if_a_successor_dies_meanwhile():
         servers.ways[1].kill()
         with pytest.raises(ShardsLost):
             servers.tables.read(plan(SPEC, batch_at(3).ids))
-        PoolTables(servers, None, None, {}).restore_lost(lambda: (None, {}))
+        ServedTables(servers, None, None, {}).restore_lost(lambda: (None, {}))
         assert servers.died == [1, 1]
         after = every_row(servers.tables)
         for key, rows in before.items():
