@@ -40,7 +40,7 @@ def test_a_pool_resumes_with_the_rows_the_parameters_and_the_positions_of_its_ne
             checkpointer.save(image, {"positions": positions, "examples": 10 * step, "examples_before": 5})
         saved = every_row(fleet.tables)
     with Fleet(SPEC, OWN[1], servers=1) as fleet:
-        params, past = restored(tmp_path, PARAMS, fleet)
+        params, past = restored(tmp_path, PARAMS, fleet.tables)
         jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(lambda leaf: leaf + 3, PARAMS))
         jax.tree.map(np.testing.assert_array_equal, every_row(fleet.tables), saved)
     assert (
