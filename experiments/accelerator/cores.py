@@ -26,7 +26,7 @@ from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging
 
 RULES: dict[str, Callable[[], Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 WAYS = ("none", "s_easgd", "s_ma", "s_bmuf", "easgd_every_5", "ma_every_5")
-PACE_S = 0.3  # of background rounds
+PACE_S = 0.6  # of background rounds: some four steps of one core
 WARM_STEPS = 4
 
 
