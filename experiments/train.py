@@ -48,7 +48,7 @@ class Over(Exception):
 def data_of(config: Config) -> Data:
     """Open the data that the flags select, and say what to expect."""
     data = config.source.open(config.seed)
-    devices = jax.devices()
+    devices = jax.devices()[: config.trainers.replicas if config.trainers.replicas > 1 else None]
     where = f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
     say(f"batches of {data.batch_size} on {where}; test AUC to expect: {data.expectation}")
     return data
