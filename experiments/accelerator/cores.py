@@ -11,20 +11,18 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from studies.reference import BATCHES, Job, reference_work, synthetic
+from studies.shadow_work import RULES
 
 from accelerator.measure import Task, interval
 from jaxrec.cluster import Machine
 from jaxrec.cluster.pool import TrainerPool
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.embedding import HostTables
-from jaxrec.shadowsync import Rule, bmuf, easgd, model_averaging
 
-RULES: dict[str, Callable[[], Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": bmuf}
 WAYS = ("none", "s_easgd", "s_ma", "s_bmuf", "easgd_every_5", "ma_every_5")
 PACE_S = 0.6  # of background rounds: some four steps of one core
 WARM_STEPS = 4

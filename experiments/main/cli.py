@@ -27,6 +27,7 @@ __all__ = [
     "Flags",
     "Run",
     "bars",
+    "belongs",
     "command_line",
     "grid",
     "listing",
@@ -99,12 +100,21 @@ def unread(config, read_by: Mapping[str, tuple[bool, Sequence[str]]]) -> dict[st
     for reader, (there, names) in read_by.items():
         for name in names:
             value = getattr(config, name)
-            words = [*map(str, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))]
-            flag = " ".join([f"--{'no-' * (value is False)}{name.replace('_', '-')}", *words])
-            broken[f"{flag} is for {reader}: add that, or leave it out."] = (
+            broken[belongs(name, value, reader)] = (
                 not there and value != type(config).__dataclass_fields__[name].default
             )
     return broken
+
+
+def belongs(name: str, value: Any, reader: str) -> str:
+    """Return the sentence that refuses a flag, name_of_it, without what reads it.
+
+    >>> belongs("window", 4, "--pipeline oac"), belongs("path", ("a", "b"), "--data criteo")[:13]
+    ('--window 4 is for --pipeline oac: add that, or leave it out.', '--path a b is')
+    """
+    words = [*map(str, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))]
+    flag = " ".join([f"--{'no-' * (value is False)}{name.replace('_', '-')}", *words])
+    return f"{flag} is for {reader}: add that, or leave it out."
 
 
 def rule_of_ray() -> dict[str, object]:

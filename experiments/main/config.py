@@ -23,14 +23,14 @@ from typing import Any, ClassVar, Literal
 
 import tyro
 
-from main.cli import refuse, refuse_small
+from main.cli import belongs, refuse, refuse_small
 from main.click_data import ClickJob, Data
 from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
 from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
 from main.learning import Learning
 from main.recovering import CPRKind, Periodic, Recovering, Unprotected
 from main.sources import SOURCES, Criteo, DataKind, Synthetic, Tabular
-from main.trainers import LockStep, One, Processes, ShadowKind, Threads, Where
+from main.trainers import LockStep, One, Processes, Replicas, ShadowKind, Threads, Where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,22 +119,19 @@ class Config:
                 "--model din weighs a history by a candidate: give --data tabular with a Sequence, or another model.": (
                     self.learning.model == "din" and not isinstance(source, Tabular)
                 ),
-                "--requeue is for the same command started again, with --workdir and --resume: add that, or leave it "
-                "out.": self.requeue and not (self.workdir is not None and self.resume),
-                f"--table-directory {directory} is for a single seed: add that, or leave it out.": (
-                    directory is not None and self.seeds > 1
+                belongs("requeue", self.requeue, "the same command started again, with --workdir and --resume"): (
+                    self.requeue and not (self.workdir is not None and self.resume)
                 ),
+                belongs("table_directory", directory, "a single seed"): (directory is not None and self.seeds > 1),
             }
         )
         if isinstance(looks, Evaluations) and looks.monitored and not source.has_validation():
             name = "monitor" if looks.patience is None else "patience"
-            raise ValueError(
-                f"--{name} {getattr(looks, name)} is for a run with a validation, of --validation-fraction 0.1, say, "
-                "or of the schema's split: add that, or leave it out."
-            )
+            reader = "a run with a validation, of --validation-fraction 0.1, say, or of the schema's split"
+            raise ValueError(belongs(name, getattr(looks, name), reader))
         share = getattr(source, "validation_fraction", 0.0)
         if isinstance(self.trainers, Processes) and share:
-            raise ValueError(f"--validation-fraction {share} is for {Evaluations.read_by}: add that, or leave it out.")
+            raise ValueError(belongs("validation_fraction", share, Evaluations.read_by))
         self.home.check()
         return self
 
@@ -160,9 +157,7 @@ class Kinds:
         possible = of_home.get(self.tables, ()) if self.pipeline == self.cpr == "none" else ()
         if self.where is not None and self.where not in possible:
             homes = {"threads": "host", "processes": "host or remote"}[self.where]
-            raise ValueError(
-                f"--where {self.where} is for --tables {homes} without --pipeline and --cpr: add that, or leave it out."
-            )
+            raise ValueError(belongs("where", self.where, f"--tables {homes} without --pipeline and --cpr"))
         return self.where or next(iter(possible), None)
 
     def parts(self) -> dict[str, Any]:
@@ -175,11 +170,10 @@ class Kinds:
             engines["oac"] = Overlapped
         refuse(
             {
-                f"--pipeline {self.pipeline} is for --tables host, remote or, with oac, pinned: add that, or leave it "
-                "out.": self.pipeline not in engines,
-                f"--where {self.where} is for --shadowsync easgd, ma or bmuf: add that, or leave it out.": (
-                    self.where is not None and self.shadowsync == "none"
+                belongs("pipeline", self.pipeline, "--tables host, remote or, with oac, pinned"): (
+                    self.pipeline not in engines
                 ),
+                belongs("where", self.where, Replicas.read_by): (self.where is not None and self.shadowsync == "none"),
             }
         )
         home: type[Devices] = {"host": Host, "remote": Servers}.get(self.tables or "", Devices)
@@ -215,12 +209,11 @@ def readers() -> dict[str, str]:
     return found
 
 
-def unread(name: str, words: Sequence[Any]) -> ValueError:
+def unread(name: str, value: Any) -> ValueError:
     """Return the error for a flag, name_of_it, that no chosen part reads."""
-    flag = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
     if name in (known := readers()):
-        return ValueError(f"{flag} is for {known[name]}: add that, or leave it out.")
-    return ValueError(f"{flag}: train.py has no such flag, see --help.")
+        return ValueError(belongs(name, value, known[name]))
+    return ValueError(f"--{name.replace('_', '-')} {value}: train.py has no such flag, see --help.")
 
 
 def config_of(**flags: Any) -> Config:
@@ -249,8 +242,7 @@ def config_of(**flags: Any) -> Config:
             read[field.name] = flags[field.name]
             names.add(field.name)
     for name in flags.keys() - names:
-        value = flags[name]
-        raise unread(name, value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,))
+        raise unread(name, flags[name])
     return dataclasses.replace(chosen, **read)
 
 
@@ -299,5 +291,5 @@ def parse(config: type[Config], args: Sequence[str] | None = None, description: 
     for place, word in enumerate(rest):
         if (name := word.removeprefix("--").removeprefix("no-").replace("-", "_")) in readers():
             values = itertools.takewhile(lambda word: not word.startswith("--"), rest[place + 1 :])
-            raise unread(name, list(values))
+            raise unread(name, tuple(values))
     return (read() if rest else found).check()  # which says what else a misspelt flag may mean

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrec.checkpoint import Checkpointer
 from jaxrec.cpr import Recovery, draw_failures, measure_costs, mfu, plan_recovery, scar, ssu
 from jaxrec.cpr.schedule import SETTING_A, Mode, full_interval, partial_interval
-from main.cli import refuse, say
+from main.cli import belongs, refuse, say
 from main.homes import Placed
 from main.run_dir import Run
 from main.saving import PeriodicSaves, RecoverySaves
@@ -91,10 +91,10 @@ class Recovering(Periodic):
         refuse(
             {
                 "--save-every-steps 0 saves nothing that --cpr could restore: leave one of them out.": given == 0,
-                f"--recovery-costs {self.recovery_costs} is for --cpr without --save-every-steps: leave one out.": (
+                belongs("recovery_costs", self.recovery_costs, "--cpr without --save-every-steps"): (
                     given is not None and self.recovery_costs != "assumed"
                 ),
-                f"--fail-shape {self.fail_shape} is for --fail gamma: add that, or leave it out.": (
+                belongs("fail_shape", self.fail_shape, "--fail gamma"): (
                     self.fail_shape != 1 and self.fail != ("gamma",)
                 ),
             }

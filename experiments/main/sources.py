@@ -14,7 +14,7 @@ from jaxrec import metrics
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.files import local_path
-from main.cli import refuse, say
+from main.cli import belongs, refuse, say
 from main.click_data import Data, criteo_clicks, data_of_blocks, synthetic_clicks
 from main.table_data import open_rows, table_of
 
@@ -154,14 +154,7 @@ class Criteo(Files):
         given = {name: getattr(self, name) for name in PREPARATION if getattr(self, name) is not None}
         refuse({"--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": not self.path})
         super().check()
-        refuse(
-            {
-                f"--{name.replace('_', '-')} {value} is for {self.read_by}: add that, or leave it out.": (
-                    self.path[0].is_dir()
-                )
-                for name, value in given.items()
-            }
-        )
+        refuse({belongs(name, value, self.read_by): self.path[0].is_dir() for name, value in given.items()})
 
     @property
     def preparation(self) -> dict[str, Any]:

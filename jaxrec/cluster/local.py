@@ -26,15 +26,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from jaxrec.cluster.processes import Process, ProcessInfo
+from jaxrec.cluster.processes import VARIABLES, Process, ProcessInfo
+from jaxrec.cluster.runtime import environment
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
 from jaxrec.loop import keep_memory
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KILL_S = 10.0  # for the kernel to end a killed process
-# One thread per operator: the cores are the trainers'. The driver's XLA flags are not theirs.
-_VARIABLES = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
 
 
 class Machine:
@@ -114,9 +113,9 @@ class LocalHandle(NamedTuple):
     def call(self, method: str, *args: Any) -> LocalAnswer:
         """Call a method of the object; return a future of its result."""
         try:
-            client = socket.socket(socket.AF_UNIX)
-            client.connect(self.address)
-            connection = Connection(client.detach())
+            with socket.socket(socket.AF_UNIX) as client:  # closed unless the connection takes it over
+                client.connect(self.address)
+                connection = Connection(client.detach())
             connection.send((method, args))
         except OSError:
             return LocalAnswer(None, self.name)
@@ -129,7 +128,7 @@ class LocalProcess(Process):
     def __init__(self, directory: Path, removes: bool, kind: type, name: str, args: Sequence):
         address = str(directory / uuid.uuid4().hex[:12])
         # Bound here: calls before it has started wait at the socket.
-        with socket.socket(socket.AF_UNIX) as listening, _environment(_VARIABLES):
+        with socket.socket(socket.AF_UNIX) as listening, environment(VARIABLES):
             listening.bind(address)
             listening.listen(128)
             left = str(directory) if removes else ""
@@ -192,18 +191,3 @@ def _answer(connection, served):
 
 def _process_info():
     return ProcessInfo("this machine", os.getpid(), importlib.import_module("jaxrec").__version__)
-
-
-@contextlib.contextmanager
-def _environment(wanted):
-    """Set variables that processes started in the block inherit."""
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -21,12 +21,13 @@ from jaxrec.cluster.runtime import import_ray
 from jaxrec.embedding.servers import ServerGone
 
 START_TIMEOUT_S = 120.0  # for a process to start and answer for the first time
+# No device, and one thread per operator: the cores are the driver's or each trainer's. Its XLA flags are its own.
+VARIABLES = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
 _ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,  # an actor that reserves cores waits for ever where there are none left
     "max_restarts": 0,
     "concurrency_groups": {"lifetime": 1},
-    # No device, and one thread per server: the cores are the driver's. Its XLA flags are not for servers.
-    "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}},
+    "runtime_env": {"env_vars": VARIABLES},
 }
 _LONGEST_REASON = 300  # characters of an error message of Ray
 

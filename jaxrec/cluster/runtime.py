@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ class Cluster:
         check_authentication(os.environ)
         with contextlib.ExitStack() as opened:
             options, variables = self._joining_options() if self.address else self._starting_options(opened)
-            with _restored_signals(), _environment(variables):
+            with _restored_signals(), environment(variables, ["RAY_AUTH_MODE"]):
                 ray = import_ray()  # reads the variables
                 if ray.is_initialized():
                     raise ValueError("Ray is in use in this process already: end it by ray.shutdown() first.")
@@ -231,9 +231,9 @@ def _end_reaper(process):
 
 
 @contextlib.contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that Ray's processes inherit; processes started after the block do not."""
-    before = {name: os.environ.get(name) for name in (*wanted, "RAY_AUTH_MODE")}
+def environment(wanted: Mapping[str, str], also: Sequence[str] = ()) -> Iterator[None]:
+    """Set variables that processes started in the block inherit; restore them after it, and those in `also`."""
+    before = {name: os.environ.get(name) for name in (*wanted, *also)}
     os.environ.update(wanted)
     try:
         yield
