@@ -151,7 +151,7 @@ class SaveWork:
         state = self.state._replace(dense=self.state.dense._replace(step=np.int32(0)))
         numbers = [number % len(self.batches) for number in range(1, total + 1)]
         timed: Any = types.SimpleNamespace(step=timed_step)
-        recovery = Recovery(path, steps / fraction, total, scheme=mfu(), fraction=fraction)
+        recovery = Recovery(path, steps / fraction, total, scheme=mfu(), fraction=fraction, save_at_end=False)
         with Serial(timed, state, [fill_budget, recovery]) as engine:
             engine.train(self.batches[at] for at in numbers)
             stall, saved = recovery.stall_seconds / recovery.saves, recovery.rows_saved / recovery.saves

@@ -51,7 +51,8 @@ def test_capacities_that_are_none_are_refused(kind, wrong):
 
 
 def recovery_of(directory, **more):
-    return Recovery(directory, 4, 12, **{"scheme": mfu(), "fraction": 0.5} | more)
+    # The end of a block stands for the death of the process.
+    return Recovery(directory, 4, 12, **{"scheme": mfu(), "fraction": 0.5, "save_at_end": False} | more)
 
 
 @of_both

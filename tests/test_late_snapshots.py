@@ -43,7 +43,7 @@ each = pytest.mark.parametrize("make", ENGINES.values(), ids=ENGINES)
 
 def recovery_of(directory, pick_ahead_steps):
     """A recovery whose every save is a regular one, with all rows touched by the time they are picked."""
-    more = {"scheme": mfu(), "fraction": 1.0, "pick_ahead_steps": pick_ahead_steps}
+    more = {"scheme": mfu(), "fraction": 1.0, "pick_ahead_steps": pick_ahead_steps, "save_at_end": False}
     return Recovery(directory, SAVE_EVERY, 40, **more)
 
 

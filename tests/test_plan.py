@@ -115,6 +115,24 @@ def test_ids_outside_their_table_are_refused(bad, home):
         plan(spec, {"t": home([1, bad]), "u": home([1, 2])})
 
 
+@pytest.mark.parametrize("home", [np.asarray, lambda ids: put_on_mesh(ids, make_mesh(), SPLIT)])
+@pytest.mark.parametrize("hots", [1, 3])
+def test_an_id_outside_its_table_is_named_with_its_lookup_and_its_table(hots, home):
+    sizes, rng = {"a": 9, "b": 5, "c": 7}, np.random.default_rng(hots)
+    spec = EmbeddingSpec(
+        {name: Table(rows, 4) for name, rows in sizes.items()},
+        {"alone": Lookup("c", hots), "three": Lookup(("a", "b", "c"), hots)}, shards=8,
+    )  # fmt: skip
+    tail = () if hots == 1 else (hots,)
+    for column, (table, rows) in enumerate(sizes.items()):
+        ids = {"alone": rng.integers(-1, 7, (16, *tail)), "three": rng.integers(-1, 5, (16, 3, *tail))}
+        bad = int(rng.choice([-2, rows, rows + 40]))
+        ids["three"][(rng.integers(16), column, *(rng.integers(size) for size in tail))] = bad
+        given = {name: home(array.astype(np.int32)) for name, array in ids.items()}
+        with pytest.raises(ValueError, match=f"first is {bad} in 'three', and '{table}' has rows 0 to {rows - 1}\\."):
+            plan(spec, given)
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [

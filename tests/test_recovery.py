@@ -21,6 +21,7 @@ from jaxrec.checkpoint.format import leaves_of, load_arrays, number_of
 from jaxrec.checkpoint.row_deltas import write_delta
 from jaxrec.checkpoint.state import ROW_IDS, leaf_name
 from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar
+from jaxrec.cpr.saving import Saves
 from jaxrec.cpr.tracking import ranges_of, without_rows
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, plan
 from jaxrec.oac import Pipeline
@@ -37,7 +38,8 @@ def fill_with_nan(tables, shard):
 
 
 def make(directory, scheme="vanilla", **more):
-    given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme]} | more
+    # The end of a block stands for the death of the process; what a clean end saves has a test of its own.
+    given = {"save_every_steps": 8, "total_steps": STEPS, "scheme": SCHEMES[scheme], "save_at_end": False} | more
     return Recovery(directory, **given)
 
 
@@ -99,6 +101,62 @@ def test_without_failures_nothing_changes(tmp_path, home, scheme):
     plain = train(home)
     assert all(same(rows_of(state, shard), rows_of(plain, shard)) for shard in range(4))
     assert recovery.pls == 0 and recovery.saves == (5 if scheme == "vanilla" else 20)
+
+
+@pytest.mark.parametrize(("home", "scheme"), both())
+def test_after_a_clean_end_what_is_restored_is_what_was_trained(tmp_path, home, scheme):
+    for at_end in (True, False):  # negative control: otherwise some rows are older
+        directory, more = tmp_path / str(at_end), {"fraction": 0.25, "failures": {13: [1]}, "save_at_end": at_end}
+        with watched(home, directory, scheme, **more) as (engine, _):
+            state = engine.train(batches(0, 21))
+        restored, image = restore(directory, fresh(home))
+        as_trained = all(same(rows_of(state, shard), rows_of(restored, shard)) for shard in range(4))
+        assert as_trained == (image.step == 21) == at_end
+
+
+def test_after_a_clean_end_of_the_pipeline_what_is_restored_is_what_was_trained(tmp_path):
+    with oac(3, [make(tmp_path, "mfu", fraction=0.25, failures={13: [1]}, save_at_end=True)]) as pipeline:
+        state = pipeline.train(batches(0, 21))
+    restored, image = restore(tmp_path, fresh("host"))
+    assert image.step == 21 and all(same(rows_of(state, shard), rows_of(restored, shard)) for shard in range(4))
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
+def test_the_end_saves_nothing_that_an_image_holds_and_nothing_after_an_error(tmp_path, scheme, monkeypatch):
+    bases, save_base, more = [], Saves.save_base, {"save_at_end": True}
+    note = lambda self, state, **more: (bases.append(int(state.dense.step)), save_base(self, state, **more))[1]
+    monkeypatch.setattr(Saves, "save_base", note)
+    with watched("host", tmp_path, scheme, **more):
+        pass
+    assert not bases  # initial rows can be regenerated
+    with watched("host", tmp_path, scheme, **more) as (engine, recovery):
+        engine.train(batches(0, 16))
+        if scheme != "vanilla":  # else the regular save of step 16 holds everything
+            recovery.save_whole()
+    wanted = [] if scheme == "vanilla" else [16]
+    assert bases == wanted
+    state, image = restore(tmp_path, fresh("host"))
+    with watched("host", tmp_path, scheme, state, image=image, **more):
+        pass
+    assert bases == wanted
+    with pytest.raises(KeyError), watched("host", tmp_path, scheme, state, image=image, **more) as (engine, _):
+        engine.train(batches(16, 19))
+        raise KeyError
+    assert bases == wanted
+
+
+def test_a_failed_save_at_the_end_is_raised_and_one_before_it_is_made_up_for(tmp_path):
+    more = {"scheme": "vanilla", "save_at_end": True}
+    with in_the_way(tmp_path, "step_00000019"), pytest.raises(FileExistsError):
+        with watched("host", tmp_path, **more) as (engine, _):
+            engine.train(batches(0, 19))
+    state, image = restore(tmp_path, fresh("host"))
+    assert image.step == 16
+    with FAILED, watched("host", tmp_path, state=state, image=image, **more) as (engine, recovery):
+        with in_the_way(tmp_path, "step_00000024"):
+            engine.train(batches(16, 24))
+            until(lambda: recovery.failed_saves)
+    assert restore(tmp_path, fresh("host"))[1].step == 24
 
 
 @pytest.mark.parametrize(("home", "scheme"), both(without=("ssu",)))
@@ -330,7 +388,7 @@ def test_after_a_failed_save_every_access_counts_also_those_between_its_pick_and
         wanted.append(tracker.count)
     pick = lambda tracker, *more: (at_picks.append(tracker.count.copy()), scheme.pick(tracker, *more))[1]
     watching = scheme._replace(pick=pick)
-    recovery = Recovery(tmp_path, 8, STEPS, scheme=watching, fraction=1.0)
+    recovery = Recovery(tmp_path, 8, STEPS, scheme=watching, fraction=1.0, save_at_end=False)
     with FAILED, in_the_way(tmp_path, "delta_000001"), Serial(TASK, fresh("host"), [recovery]) as engine:
         engine.train(given)
     assert len(at_picks) == 2 * len(wanted)

@@ -480,11 +480,19 @@ def test_a_death_within_a_rollback_that_nobody_replaces_ends_by_name(tmp_path):
     deaths = {(0, 1, "put", 15), (0, 2, "change", 0)}
     fate = lambda *message: "die" if message in deaths else ""
     with Fleet(SPEC, ROWS, 2, fate) as fleet, Serial(TASK, fresh("host")._replace(tables=fleet.tables)) as engine:
-        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, mode="full"))
+        recovery = engine.enter(Recovery(tmp_path, EVERY, LENGTH, mode="full", save_at_end=False))
         engine.enter(fleet)  # after the recovery: too late
         with pytest.raises(ShardsLost, match="while all were restored: list what replaces them before the recovery"):
             engine.train(lambda step: map(batch_at, range(step, LENGTH)))
         assert recovery.failed == 0
+
+
+def test_the_save_at_the_end_of_a_block_says_that_it_met_lost_shards(tmp_path):
+    with Fleet(SPEC, ROWS, 2) as fleet, pytest.raises(ShardsLost, match="server 1 .* is gone"):
+        with Serial(TASK, fresh("host")._replace(tables=fleet.tables), [Recovery(tmp_path, EVERY, LENGTH)]) as engine:
+            engine.train(map(batch_at, range(3)))
+            fleet.ways[1].kill()
+    assert not images(tmp_path)
 
 
 def test_a_recovery_whose_servers_nobody_replaces_ends_the_run_by_name(tmp_path):

@@ -23,7 +23,8 @@ TOTAL, EVERY = 400, 16
 
 
 def recovery_of(directory, scheme, **more):
-    given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5} | more
+    # The end of a block stands for the death of the process.
+    given = {"fraction": 0.25 if SCHEMES[scheme] else 0.125, "most_deltas": 5, "save_at_end": False} | more
     return Recovery(directory, EVERY, TOTAL, scheme=SCHEMES[scheme], **given)
 
 
@@ -190,7 +191,7 @@ def bytes_of(directory, scheme, saves, rows, **more):
     def count(state, batch, plans):
         return state._replace(dense=state.dense._replace(step=state.dense.step + 1)), {"loss": np.float32(0)}
 
-    recovery = Recovery(directory, 8, 8 * saves, scheme=SCHEMES[scheme], **more)
+    recovery = Recovery(directory, 8, 8 * saves, scheme=SCHEMES[scheme], save_at_end=False, **more)
     with Serial(types.SimpleNamespace(step=count), state, [recovery]) as engine:
         engine.train(given * saves)
     return recovery.bytes_written

@@ -117,7 +117,9 @@ class Recovering(Periodic):
         """Build the recovery, which saves every so many steps; the caller enters it."""
         return Recovery(
             directory, every, steps, mode=self._mode, scheme=SCHEMES[self.cpr]() if self.cpr in SCHEMES else None,
-            failures=self.failures(steps, shards, seed), **options,
+            failures=self.failures(steps, shards, seed),
+            save_at_end=False,  # a run saves at its end in any case, and reports a failure
+            **options,
         )  # fmt: skip
 
     def saves_every(self, engine, run: Run | None, steps: int, first_steps: Callable[[int], Iterator]) -> float:

@@ -110,6 +110,7 @@ class CprJob:
                 directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
                 fraction=self.config.fraction, failures=failures,
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
+                save_at_end=False,
             )  # fmt: skip
             with Serial(self.clicks.task, state, [recovery]) as engine:
                 state = engine.train(batches)

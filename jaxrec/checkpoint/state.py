@@ -202,7 +202,12 @@ def _check_saved_dense(image, template):
         mine = wanted.get(path, [[], dtype])
         if shape[:1] == [1] and shape[1:] == mine[0][1:]:
             mine[0] = shape  # a single replica fills any number of replicas
-    check_matches(image, "dense state", wanted, found)
+    more, but_the_first = "", lambda kinds: {path: (shape[1:], dtype) for path, (shape, dtype) in kinds.items()}
+    if but_the_first(wanted) == but_the_first(found):
+        more = (
+            " Perhaps the number of replicas is another one: `restore_for_prediction` takes one of them, or the mean."
+        )
+    check_matches(image, "dense state", wanted, found, more)
 
 
 def select_replica(
@@ -253,13 +258,13 @@ def tables_of(spec: EmbeddingSpec) -> dict[str, list[int]]:
     return {name: [table.rows, table.width] for name, table in spec.tables.items()}
 
 
-def check_matches(image: Image, what: str, wanted, found) -> None:
-    """Raise ValueError, naming the differences, if a property of an image is not as wanted."""
+def check_matches(image: Image, what: str, wanted, found, more: str = "") -> None:
+    """Raise ValueError, naming the differences, if a property of an image is not as wanted; `more` ends its message."""
     # Tables are compared in order, which determines the row numbers.
     if json.dumps(wanted) != json.dumps(found):
         raise ValueError(
             f"{image.path} was saved with other {what}: it has {_shortened(found, wanted)}, wanted "
-            f"{_shortened(wanted, found)}. Use the spec, model and optimizers of that run, or another directory."
+            f"{_shortened(wanted, found)}. Use the spec, model and optimizers of that run, or another directory.{more}"
         )
 
 

@@ -9,7 +9,8 @@ The schedule, in steps:   every save_every_steps a regular save, of everything w
                           with one, every fraction * save_every_steps the rows that it picks, at most that fraction, and
                           at regular saves all rows of the tables named in `whole`.
 
-Every save also holds the dense state and the figures of the recovery, so that a run survives the loss of its process:
+Every save also holds the dense state and the figures of the recovery, so that a run survives the loss of its process.
+At the end of the run everything is saved, so that `restore` returns the trained model:
 
     state, image = restore(directory, state)                    # base + deltas + the dense state saved last
     with Serial(task, state, [Recovery(directory, image=image, ...)]) as engine:
@@ -91,7 +92,9 @@ class Recovery(Callback):
     At its beginning it saves the state as a base, unless all rows are initial ones, which can be regenerated; with full
     recovery always, as dense parameters must be restorable too. It saves snapshots that the engine takes between steps.
     When the engine finds shards lost, it calls `recover` after the step and its snapshot. With full recovery the engine
-    wants its batches as a function of the step, as it may go back.
+    wants its batches as a function of the step, as it may go back. At a clean end of the engine's block it saves all
+    rows and the dense state, unless its last save holds them: `restore` then returns the trained model. After an error,
+    or the loss of the process, `restore` returns rows as old as their last save.
 
     Args:
       directory: directory of the run's images; created if missing.
@@ -115,6 +118,7 @@ class Recovery(Callback):
       run: id of the run, recorded in its images; if None, that of `image`, or a new one.
       extra: step -> JSON values to save along with a step, such as the data position; called at the save, under OAC in
         a background thread.
+      save_at_end: False if what is trained is stored otherwise, or for measurements of the saves on schedule.
 
     Attributes:
       pls: portion of lost samples so far (eq. 4); mini-saves do not count as checkpoints there, as we recall the paper.
@@ -128,7 +132,7 @@ class Recovery(Callback):
       OSError: at its beginning, the base cannot be written.
 
     If a save fails with an OSError, training continues with a warning: its rows stay unsaved. The end of the engine's
-    block raises the error of the last save.
+    block raises the error of the last save, that at the end included, and ShardsLost if it meets lost shards.
     """
 
     def __init__(
@@ -136,9 +140,9 @@ class Recovery(Callback):
         scheme: Priority | None = None, fraction: float = 0.125, whole: Collection[str] = (),
         failures: Mapping[int, Sequence[int]] | None = None, image: Image | None = None,
         most_deltas: int | None = None, pick_ahead_steps: int = 4, copy: Literal["whole", "shards"] = "whole",
-        run: str | None = None, extra: Callable[[int], Mapping[str, Any]] | None = None,
+        run: str | None = None, extra: Callable[[int], Mapping[str, Any]] | None = None, save_at_end: bool = True,
     ):  # fmt: skip
-        self._total_steps, self._extra = total_steps, extra
+        self._total_steps, self._extra, self._save_at_end = total_steps, extra, save_at_end
         self.pls, self.failed, self.lost_steps = 0.0, 0, 0
         real_number("save_every_steps", save_every_steps, "above 0 and finite", is_positive)
         whole_number("total_steps", total_steps)
@@ -265,7 +269,7 @@ class Recovery(Callback):
             self._saves.save_base(state, must_succeed=True)
 
     def end(self, error: BaseException | None) -> None:
-        """Wait for the last save, and unlock the directory."""
+        """Save all rows if no error ends the block, wait for the last save, and unlock the directory."""
         self.closed = True
         try:
             if self._row_tracker:
@@ -273,6 +277,10 @@ class Recovery(Callback):
                 self._row_tracker.close()
                 if error is None:
                     self._row_tracker.drop_picks()  # raises an error of the picker
+            if error is None and self._save_at_end:
+                self._saves.settle()  # a failed save is made up for
+                if self._saves.whole_step < self._engine.step:
+                    self._save_whole()
         finally:
             del self._engine  # a cycle would keep the tables in memory
             self._on_exit.__exit__(type(error) if error else None, error, None)
@@ -317,13 +325,17 @@ class Recovery(Callback):
           OSError: the disk is full or read-only; earlier saves are unchanged.
         """
         self._refuse_closed()
-        dense, step = self._engine.state.dense, self._engine.step
-        self._engine.exclusive(lambda tables: self._save_whole(at_step(TrainState(dense, tables), step)))
+        self._save_whole()
 
-    def _save_whole(self, state):
-        self._finish_saves(int(state.dense.step))
-        self._saves.save_base(state, must_succeed=True)
-        return state.tables
+    def _save_whole(self):
+        dense, step = self._engine.state.dense, self._engine.step
+
+        def save(tables):
+            self._finish_saves(step)
+            self._saves.save_base(at_step(TrainState(dense, tables), step), must_succeed=True)
+            return tables
+
+        self._engine.exclusive(save)
 
     def restarted(self, state: TrainState) -> None:
         """Save all rows of the state from which the engine will continue, as no batch reports which ones changed.

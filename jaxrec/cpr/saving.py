@@ -55,6 +55,7 @@ class Saves:
 
     Attributes:
       regular: step of the last committed regular save; mini-saves leave it unchanged.
+      whole_step: step of the newest committed image of all rows, or that of a state that needs none.
       rows_saved, saves: numbers of rows and of saves so far.
       stall_seconds: total duration of `save_snapshot`.
     """
@@ -76,7 +77,7 @@ class Saves:
         self._pending_regular = 0  # step of the regular save in flight, else `regular`
         # Whether a whole image must precede more deltas: after a damaged chain or untracked steps.
         self._needs_base = False
-        self.regular, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0.0
+        self.regular, self.whole_step, self.rows_saved, self.saves, self.stall_seconds = 0, 0, 0, 0, 0.0
 
     def open(
         self, spec: EmbeddingSpec, row_tracker: RowTracker | None, step: int, image: Image | None, run: str | None
@@ -102,7 +103,8 @@ class Saves:
             else:  # else `restore` would return the rows of an abandoned timeline
                 refuse_newer(self.directory, ancestors(self.directory, base))
             # Set last: `opened` must be true only if both savers have the directory.
-            self._checkpointer, self.regular, self._pending_regular = checkpointer, step, step
+            self._checkpointer = checkpointer
+            self.reset_regular(step)
             return opened.pop_all()
 
     @property
@@ -200,9 +202,11 @@ class Saves:
         # and are picked again.
         if not all([saver.settle() for saver in self._savers()]):
             return
+        self.regular = self._pending_regular = regular_step
         if self._row_tracker:
             self._row_tracker.saved(rows)
-        self.regular = self._pending_regular = regular_step
+        else:  # a regular save holds everything
+            self.whole_step = regular_step
 
     def require_base(self) -> None:
         """Make the next save one of all rows."""
@@ -233,7 +237,7 @@ class Saves:
 
     def reset_regular(self, step: int) -> None:
         """Treat all rows as saved at a step."""
-        self.regular = self._pending_regular = step
+        self.regular = self._pending_regular = self.whole_step = step
 
     def sources(self) -> list[Path]:
         """Return the images to restore a shard from, newest first: the chain from its tip down, then older images."""

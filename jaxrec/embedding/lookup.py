@@ -83,16 +83,32 @@ def checked_plan(spec: EmbeddingSpec, ids, plans: dict[str, Plan]) -> dict[str, 
     Raises:
       ValueError: an id outside its table.
     """
-    for name, p in plans.items():
+    for p in plans.values():
         if int(p.invalid):
             raise ValueError(
-                f"{int(p.invalid)} ids of lookups {list(p.inverse)} are outside their tables ({name}): an id runs from "
-                "0 to rows - 1, or is -1 if missing. Hash them into range or make the tables larger."
+                f"{int(p.invalid)} ids of lookups {list(p.inverse)} are outside their tables: "
+                f"{_first_outside(spec, ids, p.inverse)}. Hash ids into range, with -1 where one is missing, or make "
+                "the table larger."
             )
     capacity, rows = capacity_of(plans), {name: int(np.max(p.count)) for name, p in plans.items()}
     if all(rows[name] <= capacity[name] for name in rows):
         return plans
     return plan(spec, ids, {name: max(capacity[name], bucket(rows[name])) for name in rows})
+
+
+def _first_outside(spec, ids, lookups):
+    """Describe the first id of some lookups that is outside its table."""
+    for name in lookups:
+        lookup, (_, limit), given = spec.lookups[name], spec.columns_of(name), ids[name]
+        for part in [shard.data for shard in given.addressable_shards] if isinstance(given, jax.Array) else [given]:
+            rows = np.asarray(part).reshape(-1, len(limit) * lookup.hots)
+            wrong = (rows < -1) | (rows >= np.repeat(limit, lookup.hots))
+            if wrong.any():
+                row, column = np.argwhere(wrong)[0]
+                table = lookup.columns[column // lookup.hots]
+                last = spec.tables[table].rows - 1
+                return f"the first is {rows[row, column]} in {name!r}, and {table!r} has rows 0 to {last}"
+    return "the first is on another host"
 
 
 def bucket(rows: int) -> int:

@@ -95,7 +95,8 @@ TASK = types.SimpleNamespace(step=take_its_number)
 
 
 def recovery_of(directory, **more):
-    return Recovery(directory, **({"save_every_steps": 4, "total_steps": 100} | more))
+    # The end of a block stands for the death of the process.
+    return Recovery(directory, **({"save_every_steps": 4, "total_steps": 100, "save_at_end": False} | more))
 
 
 @contextlib.contextmanager
