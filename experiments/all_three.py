@@ -26,8 +26,9 @@ import numpy as np
 import optax
 from demo import environment
 from main.cli import Flags, Run, command_line, grid, listing, paired_interval, refuse, unread
-from main.click_data import click_job, make_model, synthetic_clicks
+from main.click_data import click_job, synthetic_clicks
 from main.config import config_of
+from main.model import make_model
 from main.recovering import Recovering
 from main.signals import stop_on_signals
 from studies.reference import ratio

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot, refuse, rule_of_ray, unread
-from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
+from main.click_data import Data, click_job, criteo_of_seeds, synthetic_clicks
+from main.model import make_model
 from main.pools import SharedStream
 from main.report import figures, number, scaled
 from studies.emulation import ALL_REDUCE, Emulation, Script

@@ -25,6 +25,7 @@ from main.cli import Run, command_line, paired_interval, refuse, say
 from main.click_data import Data
 from main.config import Config, Evaluations, parse
 from main.homes import Placed
+from main.model import keep_copy
 from main.plots import draw, table
 from main.pools import train_pool
 from main.recorder import Recorder, check_seeds, resumed
@@ -173,6 +174,7 @@ def one(config: Config, asked: Asked) -> dict:
     with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
         results = run.read_json("results.json")
         check_seeds(run, 1)
+        keep_copy(config.learning.model, run.directory)
         if not results.get("last_state_saved"):
             if isinstance(config.trainers, Processes):
                 data = data_of(config)

@@ -245,8 +245,8 @@ def check_gradients_suffice(task: Task) -> None:
     """Refuse a task that cannot be trained by gradients that are applied later, in any order."""
     if task.seed is not None:
         raise ValueError(
-            f"seed={task.seed}: free trainers give a loss no key, as they apply gradients in any order; make a Task "
-            "without."
+            f"seed={task.seed}: free trainers give a loss no key, for dropout, say, as they apply gradients in any "
+            "order; make a Task without, or train with Serial or Pipeline."
         )
     if type(task).update is not Task.update:
         raise ValueError(

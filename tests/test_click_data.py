@@ -12,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from main import click_data, table_data
 from main.cli import Run
-from main.click_data import criteo_clicks, criteo_of_seeds, make_model, set_apart, synthetic_clicks
+from main.click_data import criteo_clicks, criteo_of_seeds, set_apart, synthetic_clicks
 from main.config import Config, config_of, parse
+from main.model import make_model
 from main.sources import PREPARATION, Criteo, Tabular, prepared_directory
 from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
@@ -289,7 +290,7 @@ def test_flags_shape_the_run():
 
 
 def small_job(seed=0):
-    model = click_data.make_model("small_dlrm", 4)
+    model = make_model("small_dlrm", 4)
     return click_data.click_job(CARDINALITIES, model, optax.adam(0.01), rowwise_adagrad(0.1), 4, shards=1, seed=seed)
 
 
@@ -343,7 +344,7 @@ def test_an_unknown_model_is_refused():
     with pytest.raises(
         ValueError, match="model='dcn' must be one of dlrm, dcnv2, dcnv2_mlperf, small_dlrm, lr, fm, dnn, "
     ):
-        click_data.make_model("dcn", 4)
+        make_model("dcn", 4)
 
 
 @pytest.mark.parametrize("hots", ["one", "mlperf"])

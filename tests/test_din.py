@@ -7,8 +7,8 @@ import optax
 import pytest
 import train
 from main import table_data
-from main.click_data import make_model
 from main.config import config_of
+from main.model import make_model
 
 import jaxrec
 from jaxrec.embedding import adagrad

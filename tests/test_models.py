@@ -1,11 +1,15 @@
 """All models under one harness: shapes, gradients everywhere, learning of a planted product, clear errors."""
 
+import functools
+
+import flax.linen as nn
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.errors import InvalidRngError
 
 from jaxrec.models import (
     DIN,
@@ -347,3 +351,73 @@ def test_what_is_padded_for_a_gpu_is_a_multiple_of_8(size, wide, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     found = tower.aligned(array, 1)
     assert found.shape == (3, wide) and float(found.sum()) == 3 * size
+
+
+# ---- layers of towers
+
+TOWERS = {name: model for name, model in MODELS.items() if name not in ("lr", "fm")}
+
+
+def test_a_layer_of_a_tower_is_dense_norm_activation_dropout():
+    """Each part against Flax' own, with the same parameters."""
+    x = np.random.default_rng(0).standard_normal((B, N), np.float32)
+    for activation in (nn.relu, nn.gelu, nn.tanh):
+        mine = tower.Tower((7, 3), activation=activation)
+        params = mine.init(jax.random.key(0), x)
+        wanted = x
+        for number in range(2):
+            weights = {"kernel": params["params"][f"kernel_{number}"], "bias": params["params"][f"bias_{number}"]}
+            wanted = activation(nn.Dense(weights["kernel"].shape[1]).apply({"params": weights}, wanted))
+        np.testing.assert_allclose(mine.apply(params, x).T, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_batch_norm_normalises_by_the_examples_that_count_and_keeps_their_statistics():
+    rng, counts = np.random.default_rng(1), np.arange(B) < 40
+    x = rng.normal(3, 2, (B, N)).astype(np.float32)
+    mine = tower.Tower((6,), activation=lambda x: x, batch_norm=True)
+    variables = mine.init(jax.random.key(0), x)
+    found, kept = mine.apply(variables, x, True, counts, mutable=["batch_stats"])
+    np.testing.assert_allclose(found.T[counts].mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose(found.T[counts].var(axis=0), 1, rtol=1e-3)
+    other = np.where(counts[:, None], x, 100).astype(np.float32)
+    again, same = mine.apply(variables, other, True, counts, mutable=["batch_stats"])
+    np.testing.assert_array_equal(again.T[counts], found.T[counts])
+    jax.tree.map(np.testing.assert_array_equal, kept, same)
+    linear = x @ np.asarray(variables["params"]["kernel_0"])  # the bias begins at 0
+    stats = kept["batch_stats"]["norm_0"]
+    np.testing.assert_allclose(stats["mean"], 0.1 * linear[counts].mean(axis=0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * linear[counts].var(axis=0), rtol=1e-4)
+    alone = [mine.apply(variables, x[i : i + 1])[:, 0] for i in range(3)]  # by what is kept, in prediction
+    np.testing.assert_allclose(alone, mine.apply(variables, x).T[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_keeps_a_value_with_its_probability_and_the_mean():
+    x = np.ones((200, N), np.float32)
+    mine = tower.Tower((50,), dropout=0.3, kernel_init=nn.initializers.ones)
+    params = mine.init(jax.random.key(0), x)
+    np.testing.assert_allclose(mine.apply(params, x), N, rtol=1e-6)
+    found = np.asarray(mine.apply(params, x, True, rngs={"dropout": jax.random.key(1)}))
+    assert abs((found == 0).mean() - 0.3) < 0.02  # 10,000 draws: more than four deviations
+    np.testing.assert_allclose(found[found != 0], N / 0.7, rtol=1e-5)
+    with pytest.raises(InvalidRngError):
+        mine.apply(params, x, True)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_every_model_with_towers_has_these_layers_in_all_of_them(name):
+    dense, activations = inputs()
+    plain, model = TOWERS[name], TOWERS[name].clone(activation=nn.gelu, dropout=0.5, batch_norm=True)
+    variables = model.init(jax.random.key(0), dense, activations)
+    towers = sum(path[-1].key.startswith("kernel_") for path, _ in jax.tree_util.tree_leaves_with_path(variables))
+    norms = jax.tree_util.tree_leaves_with_path(variables["batch_stats"])
+    assert len(norms) == 2 * towers > 0  # a mean and a variance of each layer
+    train = functools.partial(model.apply, variables, dense, activations, True, mutable=["batch_stats"])
+    one, kept = train(rngs={"dropout": jax.random.key(0)})
+    other, _ = train(rngs={"dropout": jax.random.key(1)})
+    assert one.shape == (B,) and not np.allclose(one, other)
+    changed = lambda before, after: bool((before != after).all())
+    assert all(jax.tree.leaves(jax.tree.map(changed, variables["batch_stats"], kept["batch_stats"])))
+    params = plain.init(jax.random.key(0), dense, activations)
+    assert list(params) == ["params"]  # without them there are parameters alone, and training computes the same
+    in_training = plain.apply(params, dense, activations, True)
+    np.testing.assert_array_equal(in_training, plain.apply(params, dense, activations))

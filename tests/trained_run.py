@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import optax
 from criteo_files import criteo_lines, write_lines
-from main.click_data import click_job, criteo_clicks, make_model, synthetic_clicks
+from main.click_data import click_job, criteo_clicks, synthetic_clicks
 from main.config import Config, Kinds, config_of
+from main.model import make_model
 from main.run_dir import flat
 from main.sources import Tabular
 from main.table_data import table_job

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,9 +27,9 @@ from jaxrec.bounds import whole_number
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
-from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
 from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
+from main.model import Model, as_functions
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
 TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
@@ -65,7 +63,7 @@ class ClickJob(NamedTuple):
 
 def click_job(
     cardinalities: Sequence[int],
-    model: nn.Module,
+    model: Any,
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
     width: int = 16,
@@ -76,49 +74,49 @@ def click_job(
 
     Args:
       cardinalities: rows of each table: C1, C2 and so on.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see models.py.
       width: E, of all tables.
       shards: S, of every table.
+      seed: of the initial rows, and of a model that draws numbers.
     """
     fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
     tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
     spec = EmbeddingSpec(tables, {"sparse": Lookup(fields)}, shards, seed)
+    examples = jnp.zeros((1, DENSE_FEATURES)), jnp.zeros((1, len(fields), width))
+    inputs = lambda activations, batch: (batch.dense, activations["sparse"])
+    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer)
 
-    def init(seed):
-        example = jnp.zeros((1, DENSE_FEATURES)), jnp.zeros((1, len(fields), width))
-        return model.init(jax.random.key(seed), *example)
+
+def job_of_model(
+    model: Model,
+    inputs: Callable[[Any, Batch], tuple],
+    spec: EmbeddingSpec,
+    optimizer: optax.GradientTransformation,
+    row_optimizer: RowOptimizer,
+) -> ClickJob:
+    """Build the job of a model whose inputs are a function of activations and batch."""
 
     def predict(params, activations, batch):
-        return model.apply(params, batch.dense, activations["sparse"])
+        return model.predict(params, *inputs(activations, batch))
+
+    def loss_of(params, activations, batch, rng=None):
+        # What pads a batch is left out of the statistics of a model; a batch of padding alone would have none.
+        counts = (batch.weight > 0) | (batch.weight.sum() == 0) if model.changes else None
+        logit, variables = model.train(params, counts, rng, *inputs(activations, batch))
+        losses = optax.sigmoid_binary_cross_entropy(logit, batch.label)
+        return (losses, {}, variables) if model.changes else losses
 
     def loss(params, activations, batch):
-        return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
+        return loss_of(params, activations, batch)
 
-    return ClickJob(Task(spec, loss, optimizer, row_optimizer), init, predict)
+    def random_loss(params, activations, batch, *, rng):
+        return loss_of(params, activations, batch, rng)
 
-
-def make_model(name: str, width: int) -> nn.Module:
-    """Build a model of the usual size; 'small_dlrm' is for many short runs.
-
-    'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
-    'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
-    """
-    models = {
-        "dlrm": DLRM((512, 256, 64, width), (512, 256, 1)),
-        "dcnv2": DCNv2(cross_layers=3, tower=(512, 256)),
-        "dcnv2_mlperf": DCNv2(3, 4 * width, (1024, 1024, 512, 256), parallel=False, bottom=(512, 256, width)),
-        "small_dlrm": DLRM((64, width), (64, 1)),
-        "lr": LR(),
-        "fm": FM(),
-        "dnn": DNN((512, 256)),
-        "wide_deep": WideAndDeep((512, 256)),
-        "deepfm": DeepFM((512, 256)),
-        "finalmlp": FinalMLP(((512, 256), (512, 256))),
-        "din": DIN((200, 80)),
-    }
-    if name not in models:
-        raise ValueError(f"model={name!r} must be one of {', '.join(models)}.")
-    return models[name]
+    if model.random:
+        task = Task(spec, random_loss, optimizer, row_optimizer, seed=spec.seed)
+    else:
+        task = Task(spec, loss, optimizer, row_optimizer)
+    return ClickJob(task, model.init, predict)
 
 
 class Data(NamedTuple):

@@ -111,7 +111,7 @@ class Config:
         """Return the configuration; raise ValueError for values that the library would refuse once a run has begun."""
         refuse_small(self)
         source, looks, directory = self.source, self.looks, getattr(self.home, "table_directory", None)
-        for part in (source, looks, self.trainers):
+        for part in (source, self.learning, looks, self.trainers):
             part.check()
         self.saves.check(self.home.shards)
         refuse(
@@ -132,6 +132,10 @@ class Config:
         share = getattr(source, "validation_fraction", 0.0)
         if isinstance(self.trainers, Processes) and share:
             raise ValueError(belongs("validation_fraction", share, Evaluations.read_by))
+        if isinstance(self.trainers, Threads | Processes):
+            for name in ("dropout", "batch_norm"):
+                if value := getattr(self.learning, name):
+                    raise ValueError(belongs(name, value, "one trainer, or trainers in lock step (--where lockstep)"))
         self.home.check()
         return self
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import optax
@@ -18,7 +19,9 @@ from jaxrec.embedding import (
     with_weight_decay,
 )
 from jaxrec.types import RowOptimizer
-from main.click_data import ClickJob, Data, click_job, make_model
+from main.cli import refuse
+from main.click_data import ClickJob, Data, click_job
+from main.model import model_of
 from main.table_data import table_job
 
 OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
@@ -32,8 +35,18 @@ ROW_OPTIMIZERS: dict[str, Callable] = {
 class Learning:
     """Model, and optimizers of its dense parameters and rows."""
 
-    model: Literal["dlrm", "dcnv2", "lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "din", "small_dlrm"] = "dlrm"
+    model: str = "dlrm"
+    """dlrm, dcnv2, lr, fm, dnn, wide_deep, deepfm, finalmlp, din or small_dlrm; or one's own, as FILE.py:NAME, see
+    docs/your_model.md."""
     embedding_width: int = 16
+    layers: tuple[int, ...] | None = None
+    """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower."""
+    activation: Literal["relu", "leaky_relu", "gelu", "silu", "tanh"] = "relu"
+    """Activation of these layers, and of those of DLRM before the interaction."""
+    dropout: float = 0.0
+    """Portion of the values of each of these layers that is dropped in training."""
+    batch_norm: bool = False
+    """Normalise each of these layers by the batch, before its activation."""
     optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
     """Optimizer of the dense parameters."""
     learning_rate: float = 1e-3
@@ -55,6 +68,15 @@ class Learning:
     warmup_steps: int = 0
     """Steps over which both learning rates rise linearly from 0."""
 
+    def check(self) -> None:
+        """Raise ValueError if there is no such model."""
+        refuse(
+            {
+                f"--dropout {self.dropout} must be less than 1: give the portion that is dropped.": self.dropout >= 1,
+            }
+        )
+        model_of(dataclasses.asdict(self), self.embedding_width)
+
     def job(self, data: Data, steps: int, shards: int, seed: int) -> ClickJob:
         """Build the job: the model over the tables of the data.
 
@@ -63,11 +85,16 @@ class Learning:
           shards: S, of every table.
           seed: of the initial rows.
         """
-        model = make_model(self.model, self.embedding_width)
+        model = model_of(dataclasses.asdict(self), self.embedding_width)
         how = *self.optimizers(steps), self.embedding_width, shards, seed
         if data.table is not None:
             return table_job(data.table, model, *how)
         return click_job(data.cardinalities, model, *how)
+
+    def from_anywhere(self) -> "Learning":
+        """Return the flags as another process needs them, which has another working directory."""
+        file, colon, word = self.model.rpartition(":")
+        return dataclasses.replace(self, model=f"{Path(file).resolve()}:{word}") if colon else self
 
     def optimizers(self, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
         """Build the optimizers of the dense parameters and of the rows.

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -20,9 +18,9 @@ from jaxrec.data.tabular import Split, open_table
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path
 from jaxrec.models import DIN
-from jaxrec.task import Task
 from jaxrec.types import RowOptimizer
-from main.click_data import ClickJob, Data, data_of_blocks
+from main.click_data import ClickJob, Data, data_of_blocks, job_of_model
+from main.model import as_functions
 
 
 class FirstLabel:
@@ -123,7 +121,7 @@ def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, histor
 
 def table_job(
     table: Mapping[str, Any],
-    model: nn.Module,
+    model: Any,
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
     width: int = 16,
@@ -134,21 +132,19 @@ def table_job(
 
     Args:
       table: metadata of the table, see `table_of`.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B]; without dense features it gets one of zeros.
-        Or a `DIN`, with candidate and history from `history_of`.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see models.py; without dense features it gets
+        one of zeros. Or a `DIN`, with candidate and history from `history_of`.
       width: E, of all tables.
+      seed: of the initial rows, and of a model that draws numbers.
     """
     history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
     features = [*table["sparse"], *(name for name in table["bags"] if name != history)]
     steps = 1 if history is None else table["bags"][history]["hots"]
+    examples = [jnp.zeros((1, max(1, len(table["dense"])))), jnp.zeros((1, len(features), width))]
+    if history is not None:
+        examples += [jnp.zeros((1, width)), jnp.zeros((1, steps, width)), jnp.zeros((1, steps), bool)]
 
-    def init(seed):
-        examples = [jnp.zeros((1, max(1, len(table["dense"])))), jnp.zeros((1, len(features), width))]
-        if history is not None:
-            examples += [jnp.zeros((1, width)), jnp.zeros((1, steps, width)), jnp.zeros((1, steps), bool)]
-        return model.init(jax.random.key(seed), *examples)
-
-    def predict(params, activations, batch):
+    def inputs(activations, batch):
         # Zeros derived from the batch: on several devices they vary over the mesh as it does, as autodiff requires.
         numbers = batch.dense if table["dense"] else 0.0 * batch.weight[:, None]
         parts = [activations["sparse"]] if table["sparse"] else []
@@ -157,10 +153,7 @@ def table_job(
         if history is not None:
             steps = activations[history].reshape(len(numbers), -1, width)
             seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(len(numbers), -1) >= 0]
-        return model.apply(params, *seen)
+        return seen
 
-    def loss(params, activations, batch):
-        return optax.sigmoid_binary_cross_entropy(predict(params, activations, batch), batch.label)
-
-    task = Task(spec_of(table, width, shards, seed, history), loss, optimizer, row_optimizer)
-    return ClickJob(task, init, predict)
+    spec = spec_of(table, width, shards, seed, history)
+    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer)

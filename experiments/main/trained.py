@@ -15,7 +15,8 @@ from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
-from main.click_data import ClickJob, click_job, make_model
+from main.click_data import ClickJob, click_job
+from main.model import model_of, of_run
 from main.run_dir import BEST
 from main.signals import say
 from main.sources import PREPARATION, Criteo, prepared_directory
@@ -107,7 +108,8 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
         names the tables.
     """
     (width,) = {width for _, width in run.image.tables.values()}
-    model, cardinalities = make_model(run.config["model"], width), [rows for rows, _ in run.image.tables.values()]
+    flags = {**run.config, "model": of_run(run.config["model"], run.directory)}
+    model, cardinalities = model_of(flags, width), [rows for rows, _ in run.image.tables.values()]
     how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed
     if run.config["data"] == "tabular":
         return table_job(table_of_run(run, table_directory(run, prepared)), model, *how)

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import optax
 from main.cli import Flags, refuse, unread
-from main.click_data import Data, click_job, criteo_of_seeds, make_model, synthetic_clicks
+from main.click_data import Data, click_job, criteo_of_seeds, synthetic_clicks
+from main.model import make_model
 
 from jaxrec.cpr import Recovery, mfu, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities

@@ -73,7 +73,8 @@ def reference_work(job: Job, mesh=None):
     """The job for jaxrec: (Task, initial parameters)."""
     # Imported here: PyTorch processes use this file only for its batches and need no jax.
     import optax
-    from main.click_data import click_job, make_model
+    from main.click_data import click_job
+    from main.model import make_model
 
     from jaxrec.embedding import rowwise_adagrad
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrec.models.lr import check_inputs
-from jaxrec.models.tower import Tower, aligned_product
+from jaxrec.models.tower import Tower, WithTowers, aligned_product
 
 
-class DCNv2(nn.Module):
+class DCNv2(WithTowers):
     """Deep and cross network: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     x_0 f32[B, X] concatenates the dense features and all embeddings. The cross layers learn products of features
@@ -38,14 +38,16 @@ class DCNv2(nn.Module):
     bottom: Sequence[int] = ()
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         check_inputs(self, dense, activations)
-        dense = Tower(self.bottom, name="bottom_tower")(dense).T if self.bottom else dense
+        dense = Tower(self.bottom, name="bottom_tower", **self.layers)(dense, train, counts).T if self.bottom else dense
         x0 = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
         crossed = x0
         for _ in range(self.cross_layers):
             crossed = Cross(self.rank)(x0, crossed)
-        deep = Tower(self.tower)(x0 if self.parallel else crossed).T
+        deep = Tower(self.tower, **self.layers)(x0 if self.parallel else crossed, train, counts).T
         last = jnp.concatenate([crossed, deep], axis=1) if self.parallel else deep
         return nn.Dense(1)(last)[:, 0]
 

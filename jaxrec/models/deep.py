@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxrec.models.fm import FM
 from jaxrec.models.lr import LR, check_inputs
-from jaxrec.models.tower import Tower
+from jaxrec.models.tower import Tower, WithTowers
 
 
-class DNN(nn.Module):
+class DNN(WithTowers):
     """A deep tower: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     logit = w^T a_L + b, a_{l+1} = relu(W_l a_l + b_l), where a_0 concatenates the dense features and all embeddings.
@@ -29,13 +29,15 @@ class DNN(nn.Module):
     tower: Sequence[int] = (512, 256)
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         check_inputs(self, dense, activations)
         x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
-        return nn.Dense(1)(Tower(self.tower)(x).T)[:, 0]
+        return nn.Dense(1)(Tower(self.tower, **self.layers)(x, train, counts).T)[:, 0]
 
 
-class WideAndDeep(nn.Module):
+class WideAndDeep(WithTowers):
     """Wide & Deep: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     logit = w_wide^T x + w_deep^T a_L + b: a linear part and a tower, trained jointly. The linear part is `LR` over the
@@ -51,12 +53,15 @@ class WideAndDeep(nn.Module):
     tower: Sequence[int] = (512, 256)
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         check_inputs(self, dense, activations, 2)
-        return LR(name="wide")(dense, activations) + DNN(self.tower, name="deep")(dense, activations[:, :, 1:])
+        deep = DNN(self.tower, name="deep", **self.layers)(dense, activations[:, :, 1:], train, counts)
+        return LR(name="wide")(dense, activations) + deep
 
 
-class DeepFM(nn.Module):
+class DeepFM(WithTowers):
     """DeepFM: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     logit = y_FM + y_DNN, a factorization machine and a tower over the same embeddings.
@@ -70,6 +75,9 @@ class DeepFM(nn.Module):
     tower: Sequence[int] = (512, 256)
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         check_inputs(self, dense, activations, 2)
-        return FM(name="fm")(dense, activations) + DNN(self.tower, name="deep")(dense, activations[:, :, 1:])
+        deep = DNN(self.tower, name="deep", **self.layers)(dense, activations[:, :, 1:], train, counts)
+        return FM(name="fm")(dense, activations) + deep

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrec.models.lr import check_inputs
-from jaxrec.models.tower import Tower
+from jaxrec.models.tower import Tower, WithTowers
 
 
-class DIN(nn.Module):
+class DIN(WithTowers):
     """Deep interest network: dense features, activations, a candidate and a history -> logit f32[B].
 
     The arguments are dense f32[B, N], activations f32[B, F, E], candidate f32[B, E], history f32[B, T, E] and present
@@ -22,8 +22,8 @@ class DIN(nn.Module):
 
     The interest is v_U = sum_t a(e_t, v_A) e_t. The weights a are not normalised, so that the norm of v_U reflects the
     intensity of the interest (section 4.3, equation 3). The tower reads v_U, the candidate and all other features. The
-    activation unit a is a small tower over e, v_A, their difference and their product. ReLU replaces PReLU and Dice of
-    the paper.
+    activation unit a is a small tower over e, v_A, their difference and their product, with ReLU. ReLU replaces PReLU
+    and Dice of the paper.
 
     Reference: Zhou et al., "Deep Interest Network for Click-Through Rate Prediction", KDD 2018, arXiv 1706.06978.
 
@@ -37,8 +37,9 @@ class DIN(nn.Module):
 
     @nn.compact
     def __call__(
-        self, dense: jax.Array, activations: jax.Array, candidate: jax.Array, history: jax.Array, present: jax.Array
-    ) -> jax.Array:
+        self, dense: jax.Array, activations: jax.Array, candidate: jax.Array, history: jax.Array, present: jax.Array,
+        train: bool = False, counts: jax.Array | None = None,
+    ) -> jax.Array:  # fmt: skip
         check_inputs(self, dense, activations)
         if present.shape != history.shape[:2]:
             raise ValueError(f"DIN wants a history [B, T, E] and present [B, T], got {history.shape}, {present.shape}.")
@@ -48,4 +49,4 @@ class DIN(nn.Module):
         weight = nn.Dense(1, name="weight")(unit).reshape(present.shape)
         interest = jnp.sum(jnp.where(present, weight, 0.0)[..., None] * history, axis=1)
         x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1), candidate, interest], axis=1)
-        return nn.Dense(1)(Tower(self.tower)(x).T)[:, 0]
+        return nn.Dense(1)(Tower(self.tower, **self.layers)(x, train, counts).T)[:, 0]

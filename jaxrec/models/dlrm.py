@@ -3,7 +3,6 @@
 Legend: B batch, N dense features, F embedding vectors, E embedding width, P = (F + 1) F / 2 pairs.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.models.tower import Tower
+from jaxrec.models.tower import Tower, WithTowers
 
 # With XLA:CPU of jaxlib 0.10 the products take twice as long once the vectors exceed the caches. In pieces, the whole
 # step is 1.1 times as fast at width 128. Later versions are faster without pieces.
@@ -20,7 +19,7 @@ NUMBERS_AT_ONCE = 1 << 21 if jax.__version_info__ < (0, 11) else 1 << 62
 EXAMPLES_IN_A_PIECE = 128
 
 
-class DLRM(nn.Module):
+class DLRM(WithTowers):
     """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     Weights are normal with variance 2 / (fan in + fan out), biases normal with variance 1 / fan out, as in the
@@ -41,7 +40,9 @@ class DLRM(nn.Module):
     top: Sequence[int] = (512, 256, 1)
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         if len(self.top) < 2 or self.top[-1] != 1:
             raise ValueError(f"top={tuple(self.top)} must have at least two sizes, the last one 1.")
         if dense.ndim != 2 or activations.ndim != 3 or self.bottom[-1] != activations.shape[-1]:
@@ -49,10 +50,10 @@ class DLRM(nn.Module):
                 f"DLRM wants dense [B, N] and activations [B, F, {self.bottom[-1]}] (the last size "
                 f"of `bottom`), got {dense.shape} and {activations.shape}."
             )
-        tower = functools.partial(Tower, kernel_init=nn.initializers.glorot_normal(), bias_deviation=1.0)
-        bottom = tower(self.bottom, name="bottom_tower")(dense).T
+        how: dict[str, Any] = {"kernel_init": nn.initializers.glorot_normal(), "bias_deviation": 1.0, **self.layers}
+        bottom = Tower(self.bottom, name="bottom_tower", **how)(dense, train, counts).T
         features = jnp.concatenate([bottom, dot_interaction(bottom, activations)], axis=1)
-        x = tower(self.top[:-1], name="top_tower")(features)
+        x = Tower(self.top[:-1], name="top_tower", **how)(features, train, counts)
         kernel = self.param("kernel", nn.initializers.glorot_normal(), (x.shape[0], 1))
         bias = self.param("bias", nn.initializers.normal(1.0), (1,))
         return kernel[:, 0] @ x + bias

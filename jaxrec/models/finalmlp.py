@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrec.models.lr import check_inputs
-from jaxrec.models.tower import Tower
+from jaxrec.models.tower import Tower, WithTowers
 
 
-class FinalMLP(nn.Module):
+class FinalMLP(WithTowers):
     """FinalMLP: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
     h_s = 2 sigmoid(MLP_s(e_s)) * x for the streams s = 1, 2 (equations 4 and 5), where the context e_s is learned and
@@ -33,10 +33,14 @@ class FinalMLP(nn.Module):
     heads: int = 8
 
     @nn.compact
-    def __call__(self, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    def __call__(
+        self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
+    ) -> jax.Array:
         check_inputs(self, dense, activations)
+        if any(sizes[-1] % self.heads for sizes in self.towers):
+            raise ValueError(f"towers={self.towers} must each end with a multiple of heads={self.heads}.")
         x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
-        first, second = (self._stream(x, number, sizes) for number, sizes in enumerate(self.towers))
+        first, second = (self._stream(x, number, sizes, train, counts) for number, sizes in enumerate(self.towers))
         heads = lambda out: out.reshape(out.shape[0], self.heads, -1)
         weight = self.param(
             "bilinear",
@@ -47,8 +51,8 @@ class FinalMLP(nn.Module):
         linear = nn.Dense(1, name="first")(first) + nn.Dense(1, use_bias=False, name="second")(second)
         return linear[:, 0] + products
 
-    def _stream(self, x, number, sizes):
+    def _stream(self, x, number, sizes, train, counts):
         context = self.param(f"context_{number}", nn.initializers.normal(1.0), (1, self.gate))
         hidden = nn.relu(nn.Dense(self.gate, name=f"gate_hidden_{number}")(context))
         gate = 2 * nn.sigmoid(nn.Dense(x.shape[1], name=f"gate_{number}")(hidden))
-        return Tower(sizes, name=f"tower_{number}")(gate * x).T
+        return Tower(sizes, name=f"tower_{number}", **self.layers)(gate * x, train, counts).T

@@ -10,15 +10,41 @@ beside its embeddings: the products of such sizes are padded (`aligned`).
 Legend: B batch, I and O sizes of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 
-class Tower(nn.Module):
-    """Dense layers with ReLU: x f32[B, I] -> f32[O, B], feature-major; parameters have the shapes of `nn.Dense`.
+class WithTowers(nn.Module, kw_only=True):
+    """Base class of models with towers: what their layers have in common.
+
+    Called with `train=True`, a model drops values, for which it needs `rngs={'dropout': key}`, and normalises by the
+    batch, whose statistics are variables 'batch_stats'. `counts` bool[B] says which examples count in these; all if
+    None.
+
+    Attributes:
+      activation: after every layer of a tower.
+      dropout: portion of the values of each layer that is dropped in training.
+      batch_norm: whether layers are normalised before the activation (Ioffe and Szegedy, arXiv 1502.03167).
+    """
+
+    activation: Callable[[jax.Array], jax.Array] = nn.relu
+    dropout: float = 0.0
+    batch_norm: bool = False
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The attributes of this class."""
+        return {"activation": self.activation, "dropout": self.dropout, "batch_norm": self.batch_norm}
+
+
+class Tower(WithTowers):
+    """Dense layers: x f32[B, I] -> f32[O, B], feature-major; parameters have the shapes of `nn.Dense`.
+
+    Each layer is dense, batch norm, activation, dropout. With ReLU and without batch norm, layers are fused.
 
     Attributes:
       sizes: O of each layer, at least one.
@@ -31,15 +57,22 @@ class Tower(nn.Module):
     bias_deviation: float = 0.0
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, train: bool = False, counts: jax.Array | None = None) -> jax.Array:
+        fused = self.activation is nn.relu and not self.batch_norm
         for number, size in enumerate(self.sizes):
             fan_in = x.shape[1] if number == 0 else x.shape[0]
             kernel = self.param(f"kernel_{number}", self.kernel_init, (fan_in, size))
             bias = self.param(f"bias_{number}", nn.initializers.normal(self.bias_deviation * size**-0.5), (size,))
-            if number == 0:
-                x = first_layer(aligned(x, 1), aligned(kernel, 0), bias)
+            if fused:
+                x = layer(x, kernel, bias) if number else first_layer(aligned(x, 1), aligned(kernel, 0), bias)
             else:
-                x = layer(x, kernel, bias)
+                x = kernel.T @ (x if number else x.T) + bias[:, None]
+                if self.batch_norm:
+                    norm = nn.BatchNorm(not train, momentum=0.9, axis=0, name=f"norm_{number}")
+                    x = norm(x, mask=None if counts is None else counts[None])
+                x = self.activation(x)
+            if self.dropout:
+                x = nn.Dropout(self.dropout)(x, deterministic=not train)
         return x
 
 

@@ -29,7 +29,8 @@ import numpy as np
 import optax
 from cluster_work import SCHEMES, ClusterJob, Killer
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, unread
-from main.click_data import TEST_BATCH, ClickJob, click_job, make_model
+from main.click_data import TEST_BATCH, ClickJob, click_job
+from main.model import make_model
 from main.pools import SharedStream
 from main.report import number
 from studies.failure_traces import load_infinitehbd, load_lanl

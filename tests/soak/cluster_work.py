@@ -22,7 +22,8 @@ from deaths import (
     digests,
     of_losses,
 )
-from main.click_data import click_job, make_model, synthetic_clicks
+from main.click_data import click_job, synthetic_clicks
+from main.model import make_model
 
 from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.cluster import Cluster, Supervisor
