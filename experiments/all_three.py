@@ -12,6 +12,9 @@ with the dense learning rate times the root of two, show where a difference come
 Result: results/two_cores_cpu/all_three*.json.
 """
 
+from main.signals import stop_on_signals  # before JAX, so that a signal ends its import in one line
+
+# isort: split
 import contextlib
 import dataclasses
 import functools
@@ -30,7 +33,6 @@ from main.click_data import click_job, synthetic_clicks
 from main.config import config_of
 from main.model import make_model
 from main.recovering import Recovering
-from main.signals import stop_on_signals
 from studies.reference import ratio
 from studies.turns import in_turns
 from sweep import trained_arms

@@ -20,7 +20,6 @@ import itertools
 import sys
 from collections.abc import Callable
 
-import jax
 from main.cli import Run, command_line, paired_interval, refuse, say
 from main.click_data import Data
 from main.config import Config, Evaluations, parse
@@ -49,7 +48,7 @@ class Over(Exception):
 def data_of(config: Config) -> Data:
     """Open the data that the flags select, and say what to expect."""
     data = config.source.open(config.seed)
-    devices = jax.devices()[: config.trainers.replicas if config.trainers.replicas > 1 else None]
+    devices = config.trainers.mesh().devices.ravel()
     where = f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
     say(f"batches of {data.batch_size} on {where}; test AUC to expect: {data.expectation}")
     return data

@@ -3,7 +3,6 @@
 The soak's own checks are tested, too: they find a hang, a wrong exit code and a differing bit.
 """
 
-import dataclasses
 import os
 import signal
 import sys
@@ -64,11 +63,11 @@ def _train_until_killed(config):
 @pytest.mark.slow
 @pytest.mark.process
 def test_kill_9_with_oac_and_cpr_goes_on_as_promised(tmp_path, undisturbed, capsys, cpr, every, more):
-    config = dataclasses.replace(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path, **more)
+    config = changed(OAC, cpr=cpr, save_every_steps=every, workdir=tmp_path, **more)
     assert was_killed(_train_until_killed, config)
     results = train.main(config)
     said = capsys.readouterr().out
-    assert step_begun(said) >= 1 and results["steps"] == TINY.steps
+    assert step_begun(said) >= 1 and results["steps"] == TINY.source.steps
     # MFU saves some rows of each step, never all of them, even with a regular save at every step.
     lost = steps_told(said)
     assert (differences(undisturbed, tmp_path) == []) == (lost is None) == (cpr != "mfu")

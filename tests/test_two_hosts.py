@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 HERE, PORT, CUT_S = Path(__file__).parent, 6379, 45.0
 ENVIRONMENT = os.environ | {
     "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE.parent / "experiments"))),
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "soak", HERE.parent / "experiments"))),
 }  # fmt: skip
 
 

@@ -1,0 +1,127 @@
+"""Predict rows with a model that export.py --serve has written, without jaxrec: jax and numpy suffice.
+
+    python serve.py rows.csv predictions.csv
+
+`export.py --serve DIR` copies this file to DIR, beside what it reads. A server imports it: `Model(directory)` has
+`encode`, from rows as a file or a request has them to ids and numbers, and `predict`, from these to probabilities.
+
+Legend: b rows, H categories of a bag.
+"""
+
+import csv
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+
+
+class Model:
+    """A model of a run, with its tables in memory.
+
+    Args:
+      directory: what `export.py --serve` has written.
+    """
+
+    def __init__(self, directory):
+        directory = Path(directory)
+        self.about = json.loads((directory / "serve.json").read_text(encoding="utf-8"))
+        categories = json.loads((directory / "categories.json").read_text(encoding="utf-8"))
+        # Row 0 is for missing categories and row 1 for unknown ones.
+        self._rows = {table: {name: 2 + i for i, name in enumerate(names)} for table, names in categories.items()}
+        with np.load(directory / "weights.npz") as weights:
+            self._weights = jax.device_put(dict(weights))
+        self._call = jax.jit(export.deserialize((directory / "model.stablehlo").read_bytes()).call)
+
+    def predict(self, ids, dense):
+        """Return the probability of the label, f32[b], of ids {lookup: i32[b, ...]} and numbers f32[b, N]."""
+        return np.asarray(self._call(self._weights, ids, dense))
+
+    def encode(self, rows):
+        """Return ids and numbers, the inputs of `predict`, of rows {column: text, or None where it is missing}."""
+        about = self.about
+        ids = {name: np.full((len(rows), *shape), -1, np.int32) for name, shape in about["lookups"].items()}
+        dense = np.zeros((len(rows), about["numbers"]), np.float32)
+        for feature in about["features"]:
+            kind, column = feature["kind"], feature["column"]
+            for number, row in enumerate(rows):
+                found = _OF_KIND[kind](self, feature, row.get(column))
+                if kind == "number":
+                    dense[number, feature["place"]] = found
+                elif kind == "bag":
+                    ids[column][number, : len(found)] = found
+                else:
+                    ids["sparse"][number, feature["place"]] = found
+        return ids, dense
+
+    def _category(self, text):
+        """Return a category without decimals of a whole number; None if there is none."""
+        if text is None:
+            return None
+        text = re.sub(r"\A([+-]?[0-9]+)\.0+\Z", r"\1", str(text))
+        return None if text in self.about["absent"] else text
+
+    def _number(self, text):
+        return math.nan if (text := self._category(text)) is None else float(text)
+
+    def _row_of(self, feature, text):
+        """Return the row of the table that a category is looked up in."""
+        if (name := self._category(text)) is None:
+            return 0
+        if feature["hash_cap"] is None:
+            return self._rows[feature["table"]].get(name, 1)
+        return 1 + hashed(name, hashed(feature["table"])) % (feature["hash_cap"] - 1)
+
+    def _bucket_of(self, feature, text):
+        value = self._number(text)
+        return 0 if math.isnan(value) else 1 + int(np.searchsorted(feature["bounds"], value, side="right"))
+
+    def _rows_of(self, feature, text):
+        """Return the rows of the categories of a bag, given as text or as a list."""
+        words = text.split(feature["separator"]) if isinstance(text, str) else text or []
+        words = [word for word in words if self._category(word) is not None]
+        words = words[-feature["hots"] :] if feature["newest"] else words[: feature["hots"]]
+        return [self._row_of(feature, word) for word in words]
+
+    def _value_of(self, feature, text):
+        value = self._number(text)
+        if math.isnan(value):
+            return feature["missing"]
+        value = math.log1p(max(value, 0)) if feature["log"] else value
+        limit = float(np.finfo(np.float32).max)
+        return min(max((value - feature["mean"]) / feature["deviation"], -limit), limit)
+
+
+_OF_KIND = {"category": Model._row_of, "bucket": Model._bucket_of, "bag": Model._rows_of, "number": Model._value_of}
+
+
+def hashed(text, h=14695981039346656037):
+    """Return the 64-bit FNV-1a hash of a text that follows a hash, with the finaliser of splitmix64."""
+    most = (1 << 64) - 1
+    for byte in text.encode():
+        h = (h ^ byte) * 1099511628211 & most
+    h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & most
+    h = (h ^ h >> 27) * 0x94D049BB133111EB & most
+    return h ^ h >> 31
+
+
+def main(source, target):
+    """Write a file with the probability of each row of a text file."""
+    model = Model(Path(__file__).parent)
+    how = model.about["text"]
+    with open(source, newline="", encoding="utf-8-sig") as file, open(target, "w", encoding="utf-8") as out:
+        split = lambda line: line.rstrip("\r\n").split(how["separator"])
+        lines = csv.reader(file, delimiter=how["separator"]) if how["quote"] else map(split, file)
+        columns = how["columns"] or next(lines)
+        out.write("probability\n")
+        while rows := [dict(zip(columns, line, strict=True)) for line in itertools.islice(lines, 4096)]:
+            out.writelines(f"{p:.9g}\n" for p in model.predict(*model.encode(rows)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
