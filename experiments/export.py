@@ -3,6 +3,7 @@
     python experiments/export.py --run runs/a --table C3 --ids 5 7 --to rows.npz     some rows, or the whole table
     python experiments/export.py --run runs/a --all --to model.npz                   all tables, all dense weights
     python experiments/export.py --run runs/a --all --optimizer --to state.npz       with the state of both optimizers
+    python experiments/export.py --run runs/a --serve DIR                            for a server, without jaxrec
     python experiments/export.py --back state.npz --into runs/b/checkpoints          an image of it, bit for bit
 
 --ids are rows of the table, shown and stored with their names if there is a schema. --run takes a run, an image
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
+from main import serving
 from main.cli import command_line, refuse, say
 from main.signals import stop_on_signals
 from main.trained import State, images_directory, open_run, vocabularies_of, words_of
@@ -59,6 +61,8 @@ class Config:
     """Include the slots of the rows, and with --all the state of the dense optimizer."""
     to: Path | None = None
     """The .npz file to write."""
+    serve: Path | None = None
+    """A directory in which to write what a server needs, of a run of --data tabular: see docs/serving.md."""
     back: Path | None = None
     """A file written by --all, to import."""
     into: Path | None = None
@@ -296,7 +300,12 @@ def main(config: Config) -> dict[str, Any]:
             more = "" if any(leaf[0].startswith(".opt_state") for leaf in image.dense) else ": it can predict"
             say(f"wrote {image.path}, an image of step {image.step} of run {image.run}{more}")
             return {"written": str(image.path), "step": image.step}
-        assert config.run_directory is not None and config.to is not None
+        assert config.run_directory is not None
+        if config.serve is not None:
+            image = serving.write(open_run(config.run_directory, config.state), config.serve, config.prepared)
+            say(f"wrote {config.serve}, of {words_of(image)}; python {config.serve}/serve.py rows.csv predictions.csv")
+            return {"written": str(config.serve), "step": image.step}
+        assert config.to is not None
         to, write = local_path(config.to), export_all if config.all else export_table
         make_directory(to.parent)
         images = images_directory(config.run_directory, config.state)
@@ -309,22 +318,28 @@ def main(config: Config) -> dict[str, Any]:
 def rules(config: Config) -> dict[str, object]:
     """Return {problem and remedy: whether it applies} for flags that do not fit together."""
     out = config.table is not None or config.all
-    asked = [config.table is not None, config.all, config.back is not None]
+    asked = [config.table is not None, config.all, config.serve is not None, config.back is not None]
     return {
-        "give one of --table NAME, --all and --back FILE.": sum(asked) != 1,
+        "give one of --table NAME, --all, --serve DIR and --back FILE.": sum(asked) != 1,
+        "--serve DIR needs --run DIR, which it is of.": config.serve is not None and config.run_directory is None,
+        f"--serve {config.serve} exists already: give another name.": config.serve and config.serve.exists(),
+        "--to, --optimizer and --ids are not for --serve: leave them out.": (
+            config.serve is not None and (config.to or config.optimizer or config.ids)
+        ),
         "--run DIR and --to FILE.npz are needed: from where, and where to.": (
             out and (config.run_directory is None or config.to is None)
         ),
-        "--back FILE needs --into DIR: where its image goes.": not out and config.into is None,
-        "--into is for --back alone: an export goes --to a file.": out and config.into is not None,
+        "--back FILE needs --into DIR: where its image goes.": config.back is not None and config.into is None,
+        "--into is for --back alone: an export goes --to a file.": config.back is None and config.into is not None,
         "--run, --to, --state, --optimizer and --ids are for exports: --back takes all from its file.": (
-            not out and (config.run_directory or config.to or config.state or config.optimizer or config.ids)
+            config.back is not None
+            and (config.run_directory or config.to or config.state or config.optimizer or config.ids)
         ),
         f"--state {config.state} is of a run, and --run {config.run_directory} is no run's directory: leave it out.": (
             config.state and config.run_directory and not (config.run_directory / "config.json").exists()
         ),
         f"--prepared {config.prepared} is for the names of --ids: give --table NAME --ids N, or leave it out.": (
-            config.prepared is not None and not config.ids
+            config.prepared is not None and not config.ids and config.serve is None
         ),
         "--ids are rows of one table: give --table NAME, or leave them out.": config.ids and config.table is None,
         f"--to {config.to} must end in .npz, as what it will be.": config.to and config.to.suffix != ".npz",

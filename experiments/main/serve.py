@@ -31,12 +31,14 @@ class Model:
     def __init__(self, directory):
         directory = Path(directory)
         self.about = json.loads((directory / "serve.json").read_text(encoding="utf-8"))
-        categories = json.loads((directory / "categories.json").read_text(encoding="utf-8"))
-        # Row 0 is for missing categories and row 1 for unknown ones.
-        self._rows = {table: {name: 2 + i for i, name in enumerate(names)} for table, names in categories.items()}
+        self.index(json.loads((directory / "categories.json").read_text(encoding="utf-8")))
         with np.load(directory / "weights.npz") as weights:
             self._weights = jax.device_put(dict(weights))
         self._call = jax.jit(export.deserialize((directory / "model.stablehlo").read_bytes()).call)
+
+    def index(self, categories):
+        """Set the rows of all categories; row 0 is for missing ones and row 1 for unknown ones."""
+        self._rows = {table: {name: 2 + i for i, name in enumerate(names)} for table, names in categories.items()}
 
     def predict(self, ids, dense):
         """Return the probability of the label, f32[b], of ids {lookup: i32[b, ...]} and numbers f32[b, N]."""
@@ -110,17 +112,25 @@ def hashed(text, h=14695981039346656037):
     return h ^ h >> 31
 
 
-def main(source, target):
-    """Write a file with the probability of each row of a text file."""
-    model = Model(Path(__file__).parent)
-    how = model.about["text"]
-    with open(source, newline="", encoding="utf-8-sig") as file, open(target, "w", encoding="utf-8") as out:
+def rows_of(about, path):
+    """Yield the rows of a text file as {column: text}."""
+    how = about["text"]
+    with open(path, newline="", encoding="utf-8-sig") as file:
         split = lambda line: line.rstrip("\r\n").split(how["separator"])
         lines = csv.reader(file, delimiter=how["separator"]) if how["quote"] else map(split, file)
         columns = how["columns"] or next(lines)
+        for line in lines:
+            yield dict(zip(columns, line, strict=True))
+
+
+def main(source, target):
+    """Write a file with the probability of each row of a text file."""
+    model = Model(Path(__file__).parent)
+    rows = rows_of(model.about, source)
+    with open(target, "w", encoding="utf-8") as out:
         out.write("probability\n")
-        while rows := [dict(zip(columns, line, strict=True)) for line in itertools.islice(lines, 4096)]:
-            out.writelines(f"{p:.9g}\n" for p in model.predict(*model.encode(rows)))
+        while some := list(itertools.islice(rows, 4096)):
+            out.writelines(f"{p:.9g}\n" for p in model.predict(*model.encode(some)))
 
 
 if __name__ == "__main__":

@@ -148,11 +148,12 @@ def table_job(
         # Zeros derived from the batch: on several devices they vary over the mesh as it does, as autodiff requires.
         numbers = batch.dense if table["dense"] else 0.0 * batch.weight[:, None]
         parts = [activations["sparse"]] if table["sparse"] else []
-        parts += [activations[name].reshape(len(numbers), 1, width) for name in table["bags"] if name != history]
+        rows = numbers.shape[0]  # symbolic in an export
+        parts += [activations[name].reshape(rows, 1, width) for name in table["bags"] if name != history]
         seen = [numbers, jnp.concatenate(parts, axis=1)]
         if history is not None:
-            steps = activations[history].reshape(len(numbers), -1, width)
-            seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(len(numbers), -1) >= 0]
+            steps = activations[history].reshape(rows, -1, width)
+            seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(rows, -1) >= 0]
         return seen
 
     spec = spec_of(table, width, shards, seed, history)

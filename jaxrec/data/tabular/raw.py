@@ -13,7 +13,7 @@ import numpy.typing as npt
 from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
-from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of
+from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of, table_rows
 from jaxrec.data.tabular.preparation import open_table
 from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Schema, is_bucketed, restored
@@ -86,6 +86,28 @@ def schema_of(directory: str | Path) -> Schema:
     return restored(_metadata(local_path(directory))["options"]["schema"])
 
 
+def mapping_of(directory: str | Path) -> tuple[Schema, dict[str, list[str]], dict[str, list[float]]]:
+    """Return how a prepared table maps values.
+
+    Args:
+      directory: directory of the prepared table.
+
+    Returns:
+      Its schema; {table: the categories of its rows from 2 on}, of the tables that do not hash; {dense column: [mean,
+      standard deviation]} of the training rows.
+
+    Raises:
+      ValueError: as for `schema_of`, or vocabulary.npz is missing, damaged or of another preparation.
+    """
+    directory = local_path(directory)
+    metadata = _metadata(directory)
+    schema = restored(metadata["options"]["schema"])
+    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
+    if looks.digest(schema, look) != metadata["table"]["digest"]:
+        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {_AS_PREPARED}")
+    return schema, look.vocabularies, look.summary["moments"]
+
+
 class Vocabulary(NamedTuple):
     """What the rows of a table stand for.
 
@@ -109,20 +131,15 @@ def open_vocabularies(directory: str | Path) -> dict[str, Vocabulary]:
       {table: its vocabulary}; a bag that shares a table has none of its own.
 
     Raises:
-      ValueError: as for `schema_of`, or vocabulary.npz is missing, damaged or of another preparation.
+      ValueError: as for `mapping_of`.
     """
-    directory = local_path(directory)
-    metadata = _metadata(directory)
-    schema = restored(metadata["options"]["schema"])
-    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
-    if looks.digest(schema, look) != metadata["table"]["digest"]:
-        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {_AS_PREPARED}")
-    ids_of = functools.cache(lambda: encoders(schema, look.vocabularies))
+    schema, categories, _ = mapping_of(directory)
+    ids_of = functools.cache(lambda: encoders(schema, categories))
     features = {feature.column: feature for feature in schema.features}
-    return {table: _vocabulary(features[table], schema, look, ids_of) for table in metadata["table"]["tables"]}
+    return {table: _vocabulary(features[table], schema, categories, ids_of) for table in table_rows(schema, categories)}
 
 
-def _vocabulary(feature: Any, schema: Schema, look: looks.Look, ids_of: Callable[[], Any]) -> Vocabulary:
+def _vocabulary(feature: Any, schema: Schema, known: dict[str, list[str]], ids_of: Callable[[], Any]) -> Vocabulary:
     import polars as pl
 
     def encode(texts):
@@ -143,7 +160,7 @@ def _vocabulary(feature: Any, schema: Schema, look: looks.Look, ids_of: Callable
         between = [f"{low} to {high}" for low, high in itertools.pairwise(bounds)]
         words = [None, f"below {bounds[0]}", *between, f"from {bounds[-1]}"]
     else:
-        words = [None, "<unknown>", *look.vocabularies.get(feature.column, [])]
+        words = [None, "<unknown>", *known.get(feature.column, [])]
     return Vocabulary(decode, encode)
 
 

@@ -1,0 +1,176 @@
+"""A served model predicts what evaluate.py does, of the same rows, without jaxrec."""
+
+import json
+import subprocess
+import sys
+
+import evaluate
+import export
+import numpy as np
+import pytest
+from main import serve, serving
+from main.table_summary import open_schema
+from main.trained import open_run
+from trained_run import synthetic_run, table_lines, tabular_run, write_lines
+
+from jaxrec.data.tabular import prepare
+from jaxrec.data.tabular.raw import read_rows, schema_of
+
+OWN = """
+import jax.numpy as jnp
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, dense_features, fields, width, *, rngs):
+        self.norm = nnx.BatchNorm(dense_features + fields * width, rngs=rngs)
+        self.hidden = nnx.Linear(dense_features + fields * width, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, dense, activations):
+        x = self.norm(jnp.concatenate([dense, activations.reshape(dense.shape[0], -1)], axis=1))
+        return self.last(self.dropout(nnx.relu(self.hidden(x))))[:, 0]
+
+class OfOneSize(Net):
+    def __call__(self, dense, activations):
+        return super().__call__(dense.reshape(len(dense), -1), activations)
+"""
+WITHOUT_JAXREC = """
+import runpy, sys
+sys.modules["jaxrec"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def served(directory, model):
+    """A run of a model with all kinds of features, and its directory for a server."""
+    run, *_ = tabular_run(directory, model)
+    export.main(export.Config(run_directory=run, serve=directory / "served"))
+    return run, directory / "served"
+
+
+@pytest.mark.parametrize("model", ["deepfm", "din", "dcnv2", "mine.py:Net"])
+def test_it_predicts_what_evaluate_does_without_jaxrec(tmp_path, model):
+    (tmp_path / "mine.py").write_text(OWN)
+    run, directory = served(tmp_path, str(tmp_path / model) if ":" in model else model)
+    rows = write_lines(tmp_path / "new.csv", table_lines(100, seed=1))
+    evaluate.main(evaluate.Config(run, workdir=tmp_path / "look", path=(rows,)))
+    wanted = np.load(tmp_path / "look" / "predictions.npz")["probability"]
+    words = [directory / "serve.py", rows, tmp_path / "found.csv"]
+    command = [sys.executable, "-c", WITHOUT_JAXREC, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = np.loadtxt(tmp_path / "found.csv", skiprows=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    assert wanted.std() > 1e-4  # negative control: predictions differ
+
+
+SCHEMA = """
+from jaxrec.data.tabular import *
+schema = Schema(
+    label="y", separator=";", missing=("none", "7"), split=AtRandom(0.8),
+    features=[
+        Categorical("name", min_count=1), Categorical("code", hash_cap=50),
+        MultiHot("tags", "/", at_most=2, min_count=1),
+        Sequence("seen", "|", last=2, share="name"), MultiHot("words", " ", hash_cap=20),
+        Dense("price", log=True, standardise=True), Dense("age", missing=-1.5), Dense("same", standardise=True),
+        Dense("hour", buckets=(6, 12, 18)),
+    ],
+)
+"""
+NAMES = [
+    "Amélie",
+    "千と千尋",
+    "12",
+    "12.0",
+    "012",
+    "-3.00",
+    "1.50",
+    "nan",
+    "NaN",
+    "",
+    "none",
+    "7",
+    "7.0",
+    "a b",
+    "Ёлки",
+    "x",
+]
+NUMBERS = ["", "nan", "none", "7", "7.0", "0", "-4", "1e3", "12.25", "6", "18", "5.999", "1e-3"]
+
+
+def odd_lines(rows, seed):
+    """A table of texts that are easy to read otherwise."""
+    draw = np.random.default_rng(seed)
+    one = lambda choices: choices[draw.integers(len(choices))]
+    many = lambda separator: separator.join(one(NAMES) for _ in range(draw.integers(0, 5)))
+    yield "y;name;code;tags;seen;words;price;age;same;hour"
+    for _ in range(rows):
+        quoted = one(['"a;b"', '"say ""so"""', *NAMES])
+        bags = many("/"), many("|"), many(" ")
+        yield ";".join([one("01"), quoted, one(NAMES), *bags, one(NUMBERS), one(NUMBERS), "3.5", one(NUMBERS)])
+
+
+def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
+    (tmp_path / "schema.py").write_text(SCHEMA)
+    first = write_lines(tmp_path / "a.csv", odd_lines(400, 0))
+    prepare([first], tmp_path / "prepared", open_schema(str(tmp_path / "schema.py")))
+    about, categories = serving.described(tmp_path / "prepared")
+    new = write_lines(tmp_path / "b.csv", [*odd_lines(300, 1), "1;unknown;unknown;unknown;unknown/x;;99;99;3.5;99"])
+    (wanted,) = read_rows([new], schema_of(tmp_path / "prepared"), tmp_path / "prepared")
+    model = serve.Model.__new__(serve.Model)  # without weights
+    model.about = json.loads(json.dumps(about))
+    model.index(json.loads(json.dumps(categories)))
+    ids, dense = model.encode(list(serve.rows_of(model.about, new)))
+    for name, found in ids.items():
+        np.testing.assert_array_equal(found, wanted[f"ids.{name}"], err_msg=name)
+    np.testing.assert_allclose(dense, wanted["dense"], rtol=1e-6)
+    assert set(ids) == {"sparse", "tags", "seen", "words"} and (ids["sparse"] == 1).any() and (ids["sparse"] == 0).any()
+
+
+def test_a_request_may_have_lists_numbers_and_nothing(tmp_path):
+    _, directory = served(tmp_path, "lr")
+    model = serve.Model(directory)
+    text = {"user": "u3", "item": "4", "seen": "1|2", "price": "2.5", "age": "20", "tag": "a|b"}
+    same = {"user": "u3", "item": 4, "seen": [1, 2], "price": 2.5, "age": 20, "tag": ["a", "b"]}
+    nothing, empty = {}, dict.fromkeys(text, "")
+    one, two, three, four = model.predict(*model.encode([text, same, nothing, empty]))
+    assert one == two != three == four
+
+
+def test_a_batch_may_have_any_size(tmp_path):
+    _, directory = served(tmp_path, "deepfm")
+    model = serve.Model(directory)
+    ids, dense = model.encode([{"user": f"u{i}", "item": str(i)} for i in range(7)])
+    whole = model.predict(ids, dense)
+    alone = [
+        model.predict({name: each[i : i + 1] for name, each in ids.items()}, dense[i : i + 1])[0] for i in range(7)
+    ]
+    np.testing.assert_allclose(alone, whole, rtol=1e-6)
+
+
+def test_what_cannot_be_served_is_refused_and_leaves_nothing(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    run, *_ = tabular_run(tmp_path, f"{tmp_path}/mine.py:OfOneSize")
+    with pytest.raises(ValueError, match=r"cannot be written for batches of any size .*dense.shape\[0\] for len"):
+        serving.write(open_run(run), tmp_path / "served")
+    (tmp_path / "other").mkdir()
+    other, *_ = synthetic_run(tmp_path / "other")
+    with pytest.raises(ValueError, match="--serve is for a run of --data tabular, and .* is one of --data synthetic"):
+        serving.write(open_run(other), tmp_path / "served")
+    assert not (tmp_path / "served").exists() and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"all": True}, "give one of --table NAME, --all, --serve DIR and --back FILE"),
+        ({"run_directory": None}, "--serve DIR needs --run DIR"),
+        ({"ids": (3,)}, "are not for --serve"),
+        ({"optimizer": True}, "are not for --serve"),
+    ],
+)
+def test_flags_that_do_not_go_with_serve_are_refused(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
+        export.main(export.Config(**{"run_directory": tmp_path, "serve": tmp_path / "to"} | flags))
