@@ -229,7 +229,9 @@ def predict(
             logits.append(found[counts])
             labels.append(clicked[counts].astype(np.uint8))
             weights.append(weight[counts])
-            ids = {name: ids[name] + its for name, its in counted(job.spec, batch).items() if name in ids}
+            ids = {
+                name: ids[name] + its for name, its in counted(job.spec, batch, examples.table).items() if name in ids
+            }
             kept.append(
                 {name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields, examples.table).items()}
             )
@@ -241,7 +243,7 @@ def predict(
     return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns, unknown)
 
 
-def counted(spec: EmbeddingSpec, batch: Batch) -> dict[str, np.ndarray]:
+def counted(spec: EmbeddingSpec, batch: Batch, table: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
     """Return {field: number of ids in a batch, and of those in row 1, i64[2]}."""
     found: dict[str, np.ndarray] = {}
     for name, lookup in spec.lookups.items():
@@ -250,7 +252,7 @@ def counted(spec: EmbeddingSpec, batch: Batch) -> dict[str, np.ndarray]:
         if isinstance(lookup.tables, str):
             found[name] = counts.sum(axis=1)
         else:
-            found |= dict(zip(lookup.tables, counts.T, strict=True))
+            found |= dict(zip(subsets.columns_of(lookup, table), counts.T, strict=True))
     return found
 
 

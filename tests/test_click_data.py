@@ -367,7 +367,12 @@ def test_the_reference_work_trains_with_bags_of_mlperfs_sizes_and_without(hots):
 # ---- a prepared table
 
 OTHERS = ("lr", "fm", "dnn", "wide_deep", "deepfm", "finalmlp", "dcnv2")
-FEATURES = [Categorical("user", 1), MultiHot("tags", at_most=3), Sequence("seen", last=1, share="user")]
+FEATURES = [
+    Categorical("user", 1),
+    Categorical("z", share="user"),
+    MultiHot("tags", at_most=3),
+    Sequence("seen", last=1, share="user"),
+]
 WITHOUT = {
     "everything": [*FEATURES, Dense("x")],
     "no number": FEATURES,

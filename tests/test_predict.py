@@ -25,7 +25,8 @@ from criteo_files import criteo_lines, write_lines
 from main import saving, subsets
 from main.recorder import Recorder
 from main.signals import Asked
-from main.table_data import spec_of, table_of
+from main.subsets import fields_of
+from main.table_data import spec_of, table_of, with_vocabulary
 from main.trained import open_run, vocabularies_of
 from trained_run import STEPS, criteo_run, synthetic_run, tabular_run, without_labels
 
@@ -434,6 +435,18 @@ def test_ids_count_for_their_field_whether_pooled_or_not_and_with_weight_only(hi
     batch = jaxrec.Batch(ids, np.zeros(3), np.zeros((3, 1)), np.array([1.0, 0.5, 0.0]))
     found = evaluate.counted(spec_of(table, 4, 1, 0, history), batch)
     assert {name: its.tolist() for name, its in found.items()} == {"user": [2, 1], "item": [1, 1], "seen": [4, 2]}
+
+
+def test_ids_of_columns_that_share_a_table_count_for_each_of_them():
+    table = {"tables": {"genre": 9}, "sparse": ["genre", "second"], "shared": {"second": "genre"}, "bags": {}}
+    table["dense"] = []
+    ids = {"sparse": np.array([[1, 0], [2, 1], [1, 1]])}
+    batch, spec = jaxrec.Batch(ids, np.zeros(3), np.zeros((3, 1)), np.ones(3)), spec_of(table, 4, 1, 0)
+    assert spec.lookups["sparse"].columns == ("genre", "genre")
+    found = evaluate.counted(spec, batch, table)
+    assert {name: its.tolist() for name, its in found.items()} == {"genre": [3, 2], "second": [2, 2]}
+    assert fields_of(spec, batch, ["genre", "second"], table)["second"].tolist() == [0, 1, 1]
+    assert with_vocabulary(table | {"features": {"genre": {"distinct": 7}}}) == {"genre", "second"}
 
 
 def test_segments_have_names_and_groups_may_be_numbers(tmp_path, capsys):

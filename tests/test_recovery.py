@@ -129,11 +129,9 @@ def test_the_end_saves_nothing_that_an_image_holds_and_nothing_after_an_error(tm
     with watched("host", tmp_path, scheme, **more):
         pass
     assert not bases  # initial rows can be regenerated
-    with watched("host", tmp_path, scheme, **more) as (engine, recovery):
+    with watched("host", tmp_path, scheme, **more) as (engine, _):
         engine.train(batches(0, 16))
-        if scheme != "vanilla":  # else the regular save of step 16 holds everything
-            recovery.save_whole()
-    wanted = [] if scheme == "vanilla" else [16]
+    wanted = [] if scheme == "vanilla" else [16]  # of no scheme the regular save of step 16 holds everything
     assert bases == wanted
     state, image = restore(tmp_path, fresh("host"))
     with watched("host", tmp_path, scheme, state, image=image, **more):
@@ -143,6 +141,11 @@ def test_the_end_saves_nothing_that_an_image_holds_and_nothing_after_an_error(tm
         engine.train(batches(16, 19))
         raise KeyError
     assert bases == wanted
+    state, image = restore(tmp_path, fresh("host"))
+    with watched("host", tmp_path, scheme, state, image=image, **more) as (engine, recovery):
+        engine.train(batches(engine.step, 21))
+        recovery.save_whole()
+    assert bases == [*wanted, 21]
 
 
 def test_a_failed_save_at_the_end_is_raised_and_one_before_it_is_made_up_for(tmp_path):

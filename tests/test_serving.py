@@ -71,7 +71,7 @@ from jaxrec.data.tabular import *
 schema = Schema(
     label="y", separator=";", missing=("none", "7"), split=AtRandom(0.8),
     features=[
-        Categorical("name", min_count=1), Categorical("code", hash_cap=50),
+        Categorical("name", min_count=1), Categorical("second", share="name"), Categorical("code", hash_cap=50),
         MultiHot("tags", "/", at_most=2, min_count=1),
         Sequence("seen", "|", last=2, share="name"), MultiHot("words", " ", hash_cap=20),
         Dense("price", log=True, standardise=True), Dense("age", missing=-1.5), Dense("same", standardise=True),
@@ -105,11 +105,13 @@ def odd_lines(rows, seed):
     draw = np.random.default_rng(seed)
     one = lambda choices: choices[draw.integers(len(choices))]
     many = lambda separator: separator.join(one(NAMES) for _ in range(draw.integers(0, 5)))
-    yield "y;name;code;tags;seen;words;price;age;same;hour"
+    yield "y;name;second;code;tags;seen;words;price;age;same;hour"
     for _ in range(rows):
         quoted = one(['"a;b"', '"say ""so"""', *NAMES])
         bags = many("/"), many("|"), many(" ")
-        yield ";".join([one("01"), quoted, one(NAMES), *bags, one(NUMBERS), one(NUMBERS), "3.5", one(NUMBERS)])
+        yield ";".join(
+            [one("01"), quoted, one(NAMES), one(NAMES), *bags, one(NUMBERS), one(NUMBERS), "3.5", one(NUMBERS)]
+        )
 
 
 def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
@@ -117,7 +119,9 @@ def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
     first = write_lines(tmp_path / "a.csv", odd_lines(400, 0))
     prepare([first], tmp_path / "prepared", open_schema(str(tmp_path / "schema.py")))
     about, categories = serving.described(tmp_path / "prepared")
-    new = write_lines(tmp_path / "b.csv", [*odd_lines(300, 1), "1;unknown;unknown;unknown;unknown/x;;99;99;3.5;99"])
+    new = write_lines(
+        tmp_path / "b.csv", [*odd_lines(300, 1), "1;unknown;unknown;unknown;unknown;unknown/x;;99;99;3.5;99"]
+    )
     (wanted,) = read_rows([new], schema_of(tmp_path / "prepared"), tmp_path / "prepared")
     model = serve.Model.__new__(serve.Model)  # without weights
     model.about = json.loads(json.dumps(about))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.data.tabular import Vocabulary
-from jaxrec.embedding import EmbeddingSpec
+from jaxrec.embedding import EmbeddingSpec, Lookup
 from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
 from main.cli import grid
@@ -36,8 +36,13 @@ def single_fields(spec: EmbeddingSpec, table: Table = None) -> dict[str, tuple[s
         if isinstance(lookup.tables, str):
             found[name] = name, None
         else:
-            found |= {table: (name, column) for column, table in enumerate(lookup.tables)}
+            found |= {field: (name, column) for column, field in enumerate(columns_of(lookup, table))}
     return found
+
+
+def columns_of(lookup: Lookup, table: Table = None) -> Sequence[str]:
+    """Return the fields of a lookup of several columns: its tables, unless fields of a prepared table share some."""
+    return lookup.columns if table is None else table["sparse"]
 
 
 def grouping_fields(spec: EmbeddingSpec, table: Table = None) -> dict[str, tuple[str, int | None]]:

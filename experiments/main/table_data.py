@@ -49,6 +49,12 @@ def table_of(directory: Path) -> Mapping[str, Any]:
     return metadata["table"]
 
 
+def tables_of(table: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the tables of the columns of 'sparse', of which some may share one."""
+    shared = table.get("shared", {})  # which tables prepared by an earlier version do not have
+    return tuple(shared.get(name, name) for name in table["sparse"])
+
+
 def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
     """Return the features looked up in a table with a vocabulary, in which row 1 stands for unknown ids.
 
@@ -56,7 +62,8 @@ def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
     >>> sorted(with_vocabulary(table | {"features": {"user": {}, "item": {"distinct": 9}, "seen": {}}}))
     ['item', 'seen']
     """
-    tables = {name: name for name in table["sparse"]} | {name: bag["table"] for name, bag in table["bags"].items()}
+    tables = dict(zip(table["sparse"], tables_of(table), strict=True))
+    tables |= {name: bag["table"] for name, bag in table["bags"].items()}
     return frozenset(name for name, its in tables.items() if "distinct" in table["features"][its])
 
 
@@ -112,7 +119,7 @@ def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, histor
     >>> {name: (lookup.columns, lookup.hots, lookup.pooling) for name, lookup in spec.lookups.items()}
     {'sparse': (('user',), 1, 'sum'), 'tags': (('tag',), 3, 'mean')}
     """
-    lookups = {"sparse": Lookup(tuple(table["sparse"]))} if table["sparse"] else {}
+    lookups = {"sparse": Lookup(tables_of(table))} if table["sparse"] else {}
     hots = {name: 1 if name == history else bag["hots"] for name, bag in table["bags"].items()}
     lookups |= {name: Lookup(bag["table"], hots[name], "mean") for name, bag in table["bags"].items()}
     tables = {name: Table(rows, width) for name, rows in table["tables"].items()}

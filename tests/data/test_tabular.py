@@ -266,6 +266,40 @@ def test_histories_count_in_the_table_that_they_share(tmp_path):
     assert metadata["options"]["schema"]["features"][1][1]["min_count"] == 3  # so that other counts are another schema
 
 
+def test_columns_of_one_category_share_a_table_and_its_categories(tmp_path):
+    """Two genres of a film are of one table: what is often enough in both together has a row."""
+    rows = ["1,a,b,3", "0,b,,12.0", "1,a,c,12", "0,c,a,", "1,b,zz,99"]
+    (tmp_path / "a.csv").write_text("\n".join(["y,first,second,other", *rows]) + "\n")
+    features = [Categorical("first"), Categorical("second", share="first"), Categorical("other", 1, 50)]
+    features.append(Categorical("fourth", share="other"))
+    (tmp_path / "a.csv").write_text("\n".join(["y,first,second,other,fourth", *(f"{row},12" for row in rows)]) + "\n")
+    metadata = prepare([tmp_path / "a.csv"], tmp_path / "out", Schema("y", features, ByRows(4 / 5)))
+    table = metadata["table"]
+    # In the first four rows: a three times, b and c twice, each once in one of the two.
+    assert table["tables"] == {"first": 5, "other": 50} and table["features"]["first"]["top"][0] == ["a", 3]
+    assert table["sparse"] == ["first", "second", "other", "fourth"]
+    assert table["shared"] == {"second": "first", "fourth": "other"}
+    found = read_all(tmp_path / "out", "train")["sparse"]
+    row = {name: 2 + place for place, (name, _) in enumerate(table["features"]["first"]["top"])} | {"": 0}
+    assert found[:, :2].tolist() == [[row[x] for x in pair] for pair in ("ab", ("b", ""), "ac", "ca")]
+    assert read_all(tmp_path / "out", "test")["sparse"][0, :2].tolist() == [row["b"], 1]
+    hashed = found[:, 2:]
+    assert (
+        hashed[1].tolist() == hashed[2].tolist() == [hashed[2, 0]] * 2
+        and hashed[3, 0] == 0
+        and (hashed[:, 1] > 0).all()
+    )
+    known = open_vocabularies(tmp_path / "out")
+    assert known["second"].decode([2, 1, 0]) == known["first"].decode([2, 1, 0]) == ["a", "<unknown>", None]
+
+
+def test_a_schema_without_shared_columns_has_the_digest_that_it_had():
+    """Or what was prepared before could not be used any more."""
+    described = Schema("y", [Categorical("item"), Categorical("b", 3, 50)]).described()
+    wanted = [{"column": "item", "min_count": 2, "hash_cap": None}, {"column": "b", "min_count": 3, "hash_cap": 50}]
+    assert [fields for _, fields in described["features"]] == wanted
+
+
 SPLITS = {
     "rows": (ByRows(0.5, 0.2), lambda at, row: 0 if at < 50 else 1 if at < 70 else 2),
     "column": (ByColumn("part", ("a",), ("c",), ("b",)), lambda at, row: "acb".index(row["part"])),
@@ -818,6 +852,14 @@ WRONG = {
     "a bag of a taken name": (lambda: Schema(label="y", features=[MultiHot("dense")]), "rename the column"),
     "a text for texts": (lambda: Schema(label="y", features=[USER], missing="NA"), "must be a list of texts"),
     "min_count 0": (lambda: Categorical("user", min_count=0), "min_count of 'user'=0 must be a whole number"),
+    "a table that is shared itself": (
+        lambda: Schema(label="y", features=[USER, Categorical("b", share="user"), Categorical("c", share="b")]),
+        "'c' shares the table of 'b', which is no Categorical here with a table of its own",
+    ),
+    "another min_count of a column that shares a table": (
+        lambda: Schema(label="y", features=[USER, Categorical("b", 3, share="user")]),
+        "min_count=3 of 'b' is not that of 'user'",
+    ),
     "another min_count for a shared table": (
         lambda: Schema(label="y", features=[USER, Sequence("s", share="user", min_count=1)]),
         "min_count=1 of 's' is not that of 'user', whose table it shares, 2: leave it out",

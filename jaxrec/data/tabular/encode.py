@@ -217,5 +217,5 @@ def arrays(
 
 def _single(feature, frame, ids_of) -> np.ndarray:
     if not is_bucketed(feature):
-        return rows_of(ids_of[feature.column], frame[f"c:{feature.column}"])
+        return rows_of(ids_of[table_of(feature)], frame[f"c:{feature.column}"])
     return buckets(feature, frame[f"n:{feature.column}"].to_numpy())

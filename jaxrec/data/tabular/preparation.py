@@ -32,7 +32,7 @@ from jaxrec.data.sources import local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders, table_rows
 from jaxrec.data.tabular.reading import Piece, Table, read_pieces, read_table
-from jaxrec.data.tabular.schema import Schema, table_of
+from jaxrec.data.tabular.schema import Categorical, Schema, table_of
 from jaxrec.data.tabular.splits import ByColumn, ByFile, ByRows, ByTime, bounds, sides
 from jaxrec.files import local_path
 
@@ -128,6 +128,7 @@ def _write(job: Job, schema: Schema) -> list[int]:
     job.state["table"] = {
         "labels": [label.column for label in schema.label], "dense": [f.column for f in schema.dense],
         "sparse": list(schema.single), "tables": rows,
+        "shared": {f.column: f.share for f in schema.features if isinstance(f, Categorical) and f.share},
         "bags": {b.column: {"table": table_of(b), "hots": b.hots, "kind": type(b).__name__} for b in schema.bags},
         "digest": looks.digest(schema, look), "features": looks.shown(schema, look, rows, job.state["ids"]),
         "label_over_time": look.summary["label_over_time"],

@@ -16,7 +16,7 @@ from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of, table_rows
 from jaxrec.data.tabular.preparation import open_table
 from jaxrec.data.tabular.reading import read_pieces, read_table
-from jaxrec.data.tabular.schema import Schema, is_bucketed, restored
+from jaxrec.data.tabular.schema import Categorical, Schema, is_bucketed, restored
 from jaxrec.data.tabular.splits import ByRows
 from jaxrec.files import local_path
 
@@ -128,7 +128,7 @@ def open_vocabularies(directory: str | Path) -> dict[str, Vocabulary]:
       directory: directory of the prepared table.
 
     Returns:
-      {table: its vocabulary}; a bag that shares a table has none of its own.
+      {table, or Categorical that shares one: its vocabulary}; a bag that shares a table has none of its own.
 
     Raises:
       ValueError: as for `mapping_of`.
@@ -136,7 +136,11 @@ def open_vocabularies(directory: str | Path) -> dict[str, Vocabulary]:
     schema, categories, _ = mapping_of(directory)
     ids_of = functools.cache(lambda: encoders(schema, categories))
     features = {feature.column: feature for feature in schema.features}
-    return {table: _vocabulary(features[table], schema, categories, ids_of) for table in table_rows(schema, categories)}
+    found = {
+        table: _vocabulary(features[table], schema, categories, ids_of) for table in table_rows(schema, categories)
+    }
+    shared = (f for f in schema.features if isinstance(f, Categorical) and f.share)
+    return found | {feature.column: found[feature.share] for feature in shared if feature.share}
 
 
 def _vocabulary(feature: Any, schema: Schema, known: dict[str, list[str]], ids_of: Callable[[], Any]) -> Vocabulary:

@@ -34,13 +34,17 @@ class Categorical:
 
     Attributes:
       column: column name.
-      min_count: categories that occur less often in the training rows share a row.
+      min_count: categories that occur less often in the training rows share a row; 2 if None. With `share`, that of
+        that column.
       hash_cap: rows of the table to hash into, which needs no memory for a vocabulary; None for a vocabulary.
+      share: column whose table is looked up, and whose vocabulary counts these categories too, as for the second genre
+        of a film; None for an own table.
     """
 
     column: str
-    min_count: int = _MIN_COUNT
+    min_count: int | None = None
     hash_cap: int | None = None
+    share: str | None = None
 
     def __post_init__(self):
         _check_vocabulary(self)
@@ -196,11 +200,11 @@ class Schema:
         if self.columns is not None:
             set_to("columns", texts("columns", self.columns))
         _check_schema(self)
-        set_to("features", tuple(_sharing(f, self.features) if isinstance(f, Bag) else f for f in self.features))
+        set_to("features", tuple(_sharing(f, self.features) if not isinstance(f, Dense) else f for f in self.features))
 
     @property
     def single(self) -> tuple[str, ...]:
-        """Columns of one category per row, bucketed numbers included: the tables of the lookup 'sparse'."""
+        """Columns of one category per row, bucketed numbers included: those of the lookup 'sparse'."""
         return tuple(f.column for f in self.features if isinstance(f, Categorical) or is_bucketed(f))
 
     @property
@@ -235,8 +239,7 @@ class Schema:
         }
         kinds = {"label": self.label, "features": self.features, "split": (self.split,)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()} | {
-            name: [[type(one).__name__, _listed(dataclasses.asdict(one))] for one in many]
-            for name, many in kinds.items()
+            name: [[type(one).__name__, _fields(one)] for one in many] for name, many in kinds.items()
         }
 
 
@@ -266,26 +269,29 @@ def is_bucketed(feature: Feature) -> bool:
 
 def table_of(feature: Feature) -> str:
     """Return the name of the table in which a feature is looked up."""
-    return (feature.share or feature.column) if isinstance(feature, Bag) else feature.column
+    return feature.column if isinstance(feature, Dense) else feature.share or feature.column
 
 
-def _sharing(bag: Bag, features: Several[Feature]) -> Bag:
-    """Return a bag with the min_count and hash_cap of the column whose table it shares."""
-    of = next((f for f in features if f.column == bag.share), None)
+def _sharing(feature: Categorical | Bag, features: Several[Feature]) -> Categorical | Bag:
+    """Return a feature with the min_count and hash_cap of the column whose table it shares."""
+    of = next((f for f in features if f.column == feature.share), None)
     if not isinstance(of, Categorical):
-        return bag
+        return feature
     for name, value in (("min_count", of.min_count), ("hash_cap", of.hash_cap)):
-        given = getattr(bag, name)
+        given = getattr(feature, name)
         if given not in (None, value):
             raise ValueError(
-                f"{name}={given} of {bag.column!r} is not that of {bag.share!r}, whose table it shares, {value}: leave "
-                "it out, or change that one."
+                f"{name}={given} of {feature.column!r} is not that of {feature.share!r}, whose table it shares, "
+                f"{value}: leave it out, or change that one."
             )
-    return dataclasses.replace(bag, min_count=of.min_count, hash_cap=of.hash_cap)
+    return dataclasses.replace(feature, min_count=of.min_count, hash_cap=of.hash_cap)
 
 
-def _listed(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+def _fields(one: Any) -> dict[str, Any]:
+    """Return the fields of a part of a schema; `share` of a Categorical only if set, so that older digests stay."""
+    fields = dataclasses.asdict(one).items()
+    unset = isinstance(one, Categorical) and one.share is None
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields if not (unset and k == "share")}
 
 
 def _check_schema(schema: Schema) -> None:
@@ -302,16 +308,20 @@ def _check_schema(schema: Schema) -> None:
             f"separator={text!r} must be one ASCII character, or with quote=False several, all alike or all different; "
             "and no quote or end of line."
         )
+    for feature in (f for f in schema.features if not isinstance(f, Dense) and f.share is not None):
+        of = next((f for f in schema.features if f.column == feature.share), None)
+        if not isinstance(of, Categorical) or of.share is not None:
+            raise ValueError(
+                f"{feature.column!r} shares the table of {feature.share!r}, which is no Categorical here with a table "
+                "of its own."
+            )
     for bag in schema.bags:
-        of = next((f for f in schema.features if f.column == bag.share), None)
-        if bag.share is not None and not isinstance(of, Categorical):
-            raise ValueError(f"{bag.column!r} shares the table of {bag.share!r}, which is no Categorical here.")
         if {"sparse", "label", "dense", "weight"} & {bag.column}:
             raise ValueError(f"the bag {bag.column!r} has the name of something else in a batch: rename the column.")
 
 
 def _check_vocabulary(feature) -> None:
-    if isinstance(feature, Bag) and feature.min_count is None:
+    if feature.min_count is None:
         if feature.share is not None:
             return  # the schema gives it those of the column
         object.__setattr__(feature, "min_count", _MIN_COUNT)
