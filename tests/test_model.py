@@ -25,7 +25,7 @@ CARDINALITIES, WIDTH = (40, 9, 7), 4
 OF_FILE = """
 import flax.linen as nn
 import jax.numpy as jnp
-from flax import nnx
+from beside import nnx
 
 def joined(dense, activations):
     return jnp.concatenate([dense, activations.reshape(len(dense), -1)], axis=1)
@@ -80,6 +80,7 @@ DATA = synthetic_clicks(CARDINALITIES, 64, 40, seed=0, test_batches=1)
 
 @pytest.fixture
 def file(tmp_path):
+    (tmp_path / "beside.py").write_text("from flax import nnx\n")
     (tmp_path / "mine.py").write_text(OF_FILE)
     return tmp_path / "mine.py"
 

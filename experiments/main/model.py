@@ -7,10 +7,10 @@ or a class of NNX, which is made of these sizes.
 """
 
 import functools
-import importlib.util
 import inspect
 import itertools
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,7 +99,10 @@ def model_of(flags: Mapping[str, Any], width: int) -> Any:
 def own_model(name: str) -> Any:
     """Return NAME of FILE.py: a Linen module, or what NAME makes of it without arguments; or a class of NNX."""
     file, _, word = name.rpartition(":")
-    found = getattr(_module(Path(file).resolve()), word, None)
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"--model: there is no file {path}.")
+    found = getattr(_module(path, path.read_text()), word, None)
     if isinstance(found, type) and issubclass(found, nnx.Module):
         return found
     made = found() if callable(found) and not isinstance(found, nn.Module) else found
@@ -112,14 +115,12 @@ def own_model(name: str) -> Any:
 
 
 @functools.cache
-def _module(path: Path) -> Any:
-    if not path.is_file():
-        raise ValueError(f"--model: there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(f"model_of_{path.stem}_{abs(hash(path)):x}", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+def _module(path: Path, text: str) -> Any:
+    """Run a file, once for each text that it has had."""
+    module = types.ModuleType(f"model_of_{path.stem}_{abs(hash((path, text))):x}")
+    sys.modules[module.__name__] = module  # which dataclasses look up
     sys.path.append(str(path.parent))  # for what the file imports
-    spec.loader.exec_module(module)
+    exec(compile(text, path, "exec"), module.__dict__)
     return module
 
 
@@ -139,8 +140,11 @@ def keep_copy(name: str, directory: Path) -> None:
 
 def of_run(name: str, directory: Path) -> str:
     """Return the name of the model of a run, with the file that the run has kept."""
-    _, colon, word = name.rpartition(":")
-    return f"{directory / COPY}:{word}" if colon and (directory / COPY).exists() else name
+    file, colon, word = name.rpartition(":")
+    if not colon or not (directory / COPY).exists():
+        return name
+    sys.path.append(str(Path(file).resolve().parent))  # for what the file imports, of which there is no copy
+    return f"{directory / COPY}:{word}"
 
 
 def as_functions(model: Any, examples: Sequence[jax.Array]) -> Model:

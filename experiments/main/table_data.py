@@ -19,7 +19,7 @@ from jaxrec.embedding import EmbeddingSpec, Lookup, Table
 from jaxrec.files import local_path
 from jaxrec.models import DIN
 from jaxrec.types import RowOptimizer
-from main.click_data import ClickJob, Data, data_of_blocks, job_of_model
+from main.click_data import ClickJob, job_of_model
 from main.model import as_functions
 
 
@@ -65,35 +65,6 @@ def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
     tables = dict(zip(table["sparse"], tables_of(table), strict=True))
     tables |= {name: bag["table"] for name, bag in table["bags"].items()}
     return frozenset(name for name, its in tables.items() if "distinct" in table["features"][its])
-
-
-def tabular_data(config) -> Data:
-    """Return the data that the flags select."""
-    directory, share = config.path[0], config.validation_fraction
-    table, metadata = table_of(directory), read_metadata(local_path(directory))
-    own = "validation" in metadata["rows"]
-    if own and share:
-        raise ValueError(f"--validation-fraction {share}: {directory} has validation rows of its own. Leave it out.")
-    data = data_of_blocks(
-        open_rows(directory, "train"), open_rows(directory, "test"),
-        open_rows(directory, "validation") if own else None,
-        batch_size=config.batch_size, steps=config.steps, epochs=config.epochs,
-        shuffle_seed=config.seed if config.shuffle else None, validation_fraction=share,
-        at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom",
-    )  # fmt: skip
-    for name in ("patience", "monitor"):
-        if (value := getattr(config, name, None)) is not None and data.validation is None:
-            raise ValueError(
-                f"--{name} {value} wants a validation: give the split of the schema one, or "
-                "--validation-fraction 0.1, say."
-            )
-    mean = metadata["label_mean"]["train"]
-    return data._replace(
-        cardinalities=tuple(table["tables"].values()),
-        vocabulary_digest=table["digest"],
-        table=table,
-        expectation=f"nobody knows; the first label, {table['labels'][0]!r}, is 1 in {mean:.4f} of the training rows",
-    )
 
 
 def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
