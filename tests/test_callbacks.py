@@ -104,6 +104,25 @@ def test_callbacks_are_called_in_the_order_of_their_list_and_ended_in_reverse(ma
             assert [note[2] for note in notes[recovered:] if note[0] == "after_step"][:1] == [LOST_AT + 1]
 
 
+def test_tables_that_a_callback_has_replaced_stay_though_it_returns_a_state_with_those_before():
+    """Of device tables, which are new objects; other tables change in place."""
+
+    def cleared(tables):
+        rows = {name: np.zeros_like(part[0]) for name, part in tables.parts("width_4").items()}
+        return tables.with_shard("width_4", 0, rows)
+
+    def change(info):
+        engine.exclusive(cleared)
+        return shifted(info.state, 1)
+
+    engine = Serial(TASK, TASK.init({"w": jnp.ones(4)}), [change])
+    before = np.asarray(engine.state.tables.parts("width_4")["value"][0])
+    state = engine.train([next(batches())])
+    plain = Serial(TASK, TASK.init({"w": jnp.ones(4)})).train([next(batches())])
+    assert before.any() and not np.asarray(state.tables.parts("width_4")["value"][0]).any()
+    np.testing.assert_allclose(state.dense.params["w"], plain.dense.params["w"] + 1, rtol=1e-6)
+
+
 @each
 def test_each_sees_the_state_of_the_one_before_and_none_leaves_it(make):
     seen = []
