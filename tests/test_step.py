@@ -413,6 +413,41 @@ def test_a_task_is_pickled_without_its_programs_and_trains_the_same_bits(kind):
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def test_the_evaluation_of_a_task_is_on_its_devices():
+    one, many = (task_on(devices).eval_step(loss)(fresh(task_on(devices)), batch_of(5)) for devices in (1, 4))
+    np.testing.assert_allclose(one, many, rtol=1e-6)
+    assert len(one.sharding.device_set) == 1 and len(many.sharding.device_set) == 4
+
+
+def with_a_key(params, activations, batch, *, rng):
+    return loss(params, activations, batch)
+
+
+def test_a_pickled_task_has_its_mesh_and_its_seed():
+    optimizer, rows = optax.GradientTransformation(no_state, tenth), RowOptimizer(no_slots, minus_tenth)
+    assert pickle.loads(pickle.dumps(jaxrec.Task(SPEC, with_a_key, optimizer, rows, seed=5))).seed == 5
+    one = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:2]))
+    assert copy.copy(one).mesh is one.mesh  # by the same method; a mesh is of a process
+
+
+def test_a_batch_of_fewer_rows_is_trained_by_the_program_of_the_one_before_it():
+    traced = []
+
+    def counted(*args):
+        traced.append(1)
+        return loss(*args)
+
+    spec = dataclasses.replace(SPEC, shards=1)
+    task, many = dataclasses.replace(TASK, spec=spec, loss=counted), batch_of(0, size=32)
+    few = many._replace(ids={name: np.zeros_like(ids) for name, ids in many.ids.items()})
+    state = task.init(params())
+    for batch in (many, few, many):
+        state, _ = task.step(state, batch)
+    assert len(traced) == 1
+    shapes = [{name: each.unique.shape for name, each in plan(spec, batch.ids).items()} for batch in (many, few)]
+    assert shapes[0] != shapes[1]  # negative control: a plan of its own has another shape
+
+
 def overriding(change):
     """A task whose `update` returns what a function makes of (dense, rows, metrics)."""
 
