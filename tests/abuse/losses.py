@@ -96,7 +96,7 @@ def _keeps_statistics(params, *args):
 
 @situation(
     "free trainers of a loss that draws, whose streams are not begun", ValueError,
-    "seed=0: free trainers give a loss no key, as they apply gradients in any order; make a Task ",
+    "seed=0: free trainers give a loss no key, for dropout, say, as they apply gradients in any order; make a Task ",
 )  # fmt: skip
 def _(directory):
     try:
