@@ -54,7 +54,7 @@ class Config:
     ids: tuple[int, ...] = ()
     """Rows of that table; all if none is given."""
     prepared: Path | None = None
-    """For the names of --ids: current location of the run's prepared directory, if it has moved."""
+    """For --serve, and the names of --ids: current location of the run's prepared directory, if it has moved."""
     all: bool = False
     """All tables and all dense weights."""
     optimizer: bool = False
@@ -302,9 +302,10 @@ def main(config: Config) -> dict[str, Any]:
             return {"written": str(image.path), "step": image.step}
         assert config.run_directory is not None
         if config.serve is not None:
-            image = serving.write(open_run(config.run_directory, config.state), config.serve, config.prepared)
-            say(f"wrote {config.serve}, of {words_of(image)}; python {config.serve}/serve.py rows.csv predictions.csv")
-            return {"written": str(config.serve), "step": image.step}
+            to = local_path(config.serve)
+            image = serving.write(open_run(config.run_directory, config.state), to, config.prepared)
+            say(f"wrote {to}, of {words_of(image)}; python {to}/serve.py rows.csv predictions.csv")
+            return {"written": str(to), "step": image.step}
         assert config.to is not None
         to, write = local_path(config.to), export_all if config.all else export_table
         make_directory(to.parent)
@@ -322,7 +323,8 @@ def rules(config: Config) -> dict[str, object]:
     return {
         "give one of --table NAME, --all, --serve DIR and --back FILE.": sum(asked) != 1,
         "--serve DIR needs --run DIR, which it is of.": config.serve is not None and config.run_directory is None,
-        f"--serve {config.serve} exists already: give another name.": config.serve and config.serve.exists(),
+        f"--serve {config.serve} exists already: give another name.": config.serve
+        and local_path(config.serve).exists(),
         "--to, --optimizer and --ids are not for --serve: leave them out.": (
             config.serve is not None and (config.to or config.optimizer or config.ids)
         ),

@@ -15,11 +15,13 @@ import dataclasses
 import itertools
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from main.children import trained
 from main.cli import Figure, Flags, Run, command_line, grid, paired_interval, refuse
+from main.model import keep_copy
 from main.report import QUALITY, said
 from main.signals import Asked, stop_on_signals
 
@@ -112,6 +114,8 @@ def trained_arms(
     found: dict[Any, list[dict[str, Any]]] = {arm: [] for arm in arms}
     logged = [(row["arm"], row["seed"]) for row in run.metrics()]
     for (arm, flags), seed in itertools.product(arms.items(), seeds):
+        for word in flags:  # refuses a file that has changed since the first arm
+            keep_copy(word, run.directory, f"model_{Path(word.rpartition(':')[0]).stem}.py")
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
         words = [*([] if preset == "default" else ["--preset", preset]), "--seed", str(seed), *flags, *of_seed(seed)]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))

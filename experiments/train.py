@@ -48,7 +48,7 @@ class Over(Exception):
 def data_of(config: Config) -> Data:
     """Open the data that the flags select, and say what to expect."""
     data = config.source.open(config.seed)
-    devices = config.trainers.mesh().devices.ravel()
+    devices = config.trainers.devices
     where = f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
     say(f"batches of {data.batch_size} on {where}; test AUC to expect: {data.expectation}")
     return data
@@ -174,6 +174,8 @@ def one(config: Config, asked: Asked) -> dict:
         results = run.read_json("results.json")
         check_seeds(run, 1)
         keep_copy(config.learning.model, run.directory)
+        # What is trained is what the run has kept, though the file may change meanwhile.
+        config = dataclasses.replace(config, learning=config.learning.of_run(run.directory))
         if not results.get("last_state_saved"):
             if isinstance(config.trainers, Processes):
                 data = data_of(config)
@@ -193,6 +195,7 @@ def each_seed(config: Config, asked: Asked) -> dict:
         check_seeds(run, config.seeds)
         found = []
         for seed in range(config.seed, config.seed + config.seeds):
+            keep_copy(config.learning.model, run.directory)  # refuses a file that has changed since the first seed
             workdir = run.directory / f"seed_{seed}"
             try:
                 found.append(one(dataclasses.replace(config, seed=seed, seeds=1, workdir=workdir, resume=True), asked))

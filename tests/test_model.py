@@ -67,6 +67,14 @@ class Bare(nn.Module):
     def __call__(self, dense, activations):
         return nn.Dense(1)(nn.relu(nn.Dense(16)(joined(dense, activations))))[:, 0]
 
+class Strict(nn.Module):
+    @nn.compact
+    def __call__(self, dense, activations, train, counts):
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(joined(dense, activations)))[:, 0]
+
+class Needs(nn.Module):
+    size: int
+
 wider = Clicks(32)
 
 def made():
@@ -97,11 +105,13 @@ def inputs(seed, size=32):
     )
 
 
-@pytest.mark.parametrize("word", ["Net", "Normed", "Counted", "Clicks", "Bare", "wider", "made"])
+@pytest.mark.parametrize("word", ["Net", "Normed", "Counted", "Clicks", "Strict", "Bare", "wider", "made"])
 def test_a_model_of_ones_own_learns_and_predicts_without_chance(file, word):
     model = own_model(f"{file}:{word}")
     job, given = job_of(model), as_functions(model, EXAMPLES)
-    assert given.random == (word not in ("Normed", "Counted", "Bare")) and given.changes == (word != "Bare")
+    assert given.random == (word not in ("Normed", "Counted", "Bare")) and given.changes == (
+        word not in ("Strict", "Bare")
+    )
     assert (job.task.seed is not None) == given.random
     with Serial(job.task, job.state("host", 0)) as engine:
         losses = [float(metrics["loss"]) for _, metrics in engine.run(DATA.train(0))]
@@ -169,12 +179,17 @@ def test_padding_leaves_the_statistics_as_they_are(file, word, statistics):
     [
         ("mine.py:Nothing", "Nothing is not there; it must be a flax.linen Module"),
         ("mine.py:three", "three is 3; it must be"),
-        ("mine.py:joined", "missing 2 required positional arguments"),
+        ("mine.py:joined", "mine.py:joined: TypeError: .* missing 2 required positional arguments"),
+        ("mine.py:Needs", "mine.py:Needs: TypeError: .* missing 1 required positional argument: 'size'"),
+        ("lost.py:Net", "lost.py:Net: ModuleNotFoundError: No module named 'nowhere'"),
+        ("wrong.py:Net", "wrong.py:Net: SyntaxError: invalid syntax"),
         ("other.py:Net", "there is no file .*other.py"),
     ],
 )
 def test_what_is_no_model_is_refused(file, name, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    file.with_name("lost.py").write_text("import nowhere")
+    file.with_name("wrong.py").write_text("class Net: pass pass")
+    with pytest.raises(ValueError, match=message):
         own_model(str(file.parent / name))
 
 
@@ -199,7 +214,9 @@ def test_flags_of_layers_reach_the_model():
     assert make_model("finalmlp", 4, layers=(16,)).towers == ((16,), (16,))
 
 
-@pytest.mark.parametrize("flags", [{"dropout": 1.0}, {"dropout": -0.1}, {"layers": (8, 0)}, {"model": "dcn"}])
+@pytest.mark.parametrize(
+    "flags", [{"dropout": 1.0}, {"dropout": -0.1}, {"layers": (8, 0)}, {"layers": ()}, {"model": "dcn"}]
+)
 def test_flags_out_of_range_are_refused_before_a_run_begins(flags):
     with pytest.raises(ValueError, match="dropout|layers|model='dcn' must be one of"):
         config_of(**flags).check()
@@ -213,17 +230,54 @@ def test_free_running_trainers_refuse_what_they_cannot_train(flags):
     config_of(**free, where="lockstep").check()
 
 
-def test_the_main_job_trains_and_evaluates_a_model_of_ones_own_as_it_was(file, tmp_path):
+@pytest.mark.parametrize("word", ["Net", "Normed"])
+def test_free_running_trainers_refuse_a_model_that_draws_or_has_statistics_before_they_begin(file, word):
+    config = config_of(preset="smoke", rows=500, tables="host", shadowsync="ma", model=f"{file}:{word}").check()
+    with pytest.raises(ValueError, match=f"mine.py:{word} has dropout or batch norm, which free-running trainers"):
+        config.job(DATA)
+    config_of(preset="smoke", rows=500, tables="host", shadowsync="ma", model=f"{file}:Bare").job(DATA)
+
+
+def test_a_check_of_the_flags_runs_no_file(file):
+    """It may start JAX, before the run has claimed its devices."""
+    file.write_text("raise SystemExit('ran')")
+    config_of(model=f"{file}:Net").check()
+
+
+def test_a_file_may_change_until_something_is_trained(file, tmp_path):
+    keep_copy(f"{file}:Net", tmp_path)
+    file.write_text("x = 1")
+    keep_copy(f"{file}:Net", tmp_path)
+    assert (tmp_path / "model.py").read_text() == "x = 1"
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    file.write_text("x = 2")
+    with pytest.raises(
+        ValueError, match=r"mine.py has changed since the run in .* began, which has kept it as .*model.py"
+    ):
+        keep_copy(f"{file}:Net", tmp_path)
+
+
+def test_a_driver_of_more_trainers_than_devices_opens_its_data():
+    """Its trainers have devices of their own, in their processes."""
+    flags = {"tables": "host", "shadowsync": "ma", "where": "processes", "trainers": 9}
+    assert train.data_of(config_of(preset="smoke", rows=500, **flags)).steps > 0
+
+
+def test_the_main_job_trains_and_evaluates_a_model_of_ones_own_as_it_was(file, tmp_path, monkeypatch):
     flags = {"preset": "smoke", "rows": 500, "batch_size": 64, "steps": 12, "evaluations": 2, "embedding_width": 4}
-    config = config_of(**flags, tables="host", model=f"{file}:Net", workdir=tmp_path / "run")
+    monkeypatch.chdir(file.parent)
+    config, opened = config_of(**flags, tables="host", model="mine.py:Net", workdir=tmp_path / "run"), train.data_of
+    monkeypatch.chdir(tmp_path.parent)
+
+    def changed_meanwhile(config):
+        file.write_text("this is no Python any more")
+        return opened(config)
+
+    monkeypatch.setattr(train, "data_of", changed_meanwhile)
     trained = train.main(config)
-    file.write_text("this is no Python any more")
     look = evaluate.Config(tmp_path / "run", workdir=tmp_path / "look")
     assert evaluate.main(look)["auc"] == pytest.approx(trained["test_auc"], abs=1e-6)
-    with pytest.raises(
-        ValueError, match="mine.py has changed since the run in .* began, which has kept it as .*model.py"
-    ):
-        keep_copy(config.learning.model, tmp_path / "run")
+    with pytest.raises(ValueError, match="mine.py has changed since the run in .* began"):
+        train.main(dataclasses.replace(config, resume=True))
     file.write_text((tmp_path / "run" / "model.py").read_text())
-    keep_copy(config.learning.model, tmp_path / "run")
     train.main(dataclasses.replace(config, resume=True))  # complete: nothing is left to do

@@ -148,6 +148,18 @@ def test_the_end_saves_nothing_that_an_image_holds_and_nothing_after_an_error(tm
     assert bases == [*wanted, 21]
 
 
+def test_the_end_saves_what_came_back_from_an_older_image_as_the_newest_was_damaged(tmp_path):
+    with watched("host", tmp_path, save_at_end=True) as (engine, recovery):
+        engine.train(batches(0, 16))
+        until(lambda: images(tmp_path)[0].name == "step_00000016")
+        damage(images(tmp_path)[0], 1)
+        with SKIPPED:
+            recovery.recover([1])
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+    restored, image = restore(tmp_path, fresh("host"))
+    assert image.step == 16 and all(same(rows_of(restored, shard), wanted[shard]) for shard in range(4))
+
+
 def test_a_failed_save_at_the_end_is_raised_and_one_before_it_is_made_up_for(tmp_path):
     more = {"scheme": "vanilla", "save_at_end": True}
     with in_the_way(tmp_path, "step_00000019"), pytest.raises(FileExistsError):

@@ -34,6 +34,10 @@ class Net(nnx.Module):
 class OfOneSize(Net):
     def __call__(self, dense, activations):
         return super().__call__(dense.reshape(len(dense), -1), activations)
+
+class OfFew(Net):
+    def __call__(self, dense, activations):
+        return super().__call__(dense, activations) * (2 if dense.shape[0] > 4096 else 1)
 """
 WITHOUT_JAXREC = """
 import runpy, sys
@@ -137,16 +141,54 @@ def test_a_request_may_have_lists_numbers_and_nothing(tmp_path):
     _, directory = served(tmp_path, "lr")
     model = serve.Model(directory)
     text = {"user": "u3", "item": "4", "seen": "1|2", "price": "2.5", "age": "20", "tag": "a|b"}
-    same = {"user": "u3", "item": 4, "seen": [1, 2], "price": 2.5, "age": 20, "tag": ["a", "b"]}
-    nothing, empty = {}, dict.fromkeys(text, "")
+    same = {"user": "u3", "item": 4, "seen": np.array([1, 2]), "price": 2.5, "age": 20, "tag": ["a", "b"]}
+    nothing, empty = dict.fromkeys(text), dict.fromkeys(text, "")
     one, two, three, four = model.predict(*model.encode([text, same, nothing, empty]))
     assert one == two != three == four
+    alone, listed, switched, said = (
+        model.encode([text | change])[0] for change in ({"seen": 0}, {"seen": ["0"]}, {"item": True}, {"item": "true"})
+    )
+    assert (alone["seen"] == listed["seen"]).all() and (alone["seen"] != -1).sum() == 1
+    assert (switched["sparse"] == said["sparse"]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"price": "1_0"}, "'1_0' is no number"),
+        ({"price": " 3"}, "' 3' is no number"),
+        ({"user": b"u3"}, "b'u3' is bytes: decode it"),
+        (None, "row 0 has no 'price': give None if it is missing"),
+    ],
+)
+def test_a_request_that_would_be_read_as_another_is_refused(tmp_path, change, message):
+    _, directory = served(tmp_path, "lr")
+    row = {"user": "u3", "item": "4", "seen": "1|2", "price": "2.5", "age": "20", "tag": "a|b"}
+    row = row | change if change else {name: value for name, value in row.items() if name != "price"}
+    with pytest.raises(ValueError, match=message):
+        serve.Model(directory).encode([row])
+
+
+def test_a_file_that_would_be_read_as_another_is_refused_and_an_empty_line_is_none(tmp_path):
+    _, directory = served(tmp_path, "lr")
+    model, lines = serve.Model(directory), [*table_lines(5)]
+    read = lambda lines: [*serve.rows_of(model.about, write_lines(tmp_path / "rows.csv", lines))]
+    assert read([*lines, ""]) == read(lines) and len(read(lines)) == 5
+    for wrong, message in (
+        ([lines[0].replace("user", "User"), *lines[1:]], "rows.csv has no column user"),
+        ([*lines, "1,u3"], "rows.csv, row 7: 2 fields, and 8 columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(wrong)
+    done = subprocess.run([sys.executable, directory / "serve.py"], capture_output=True, text=True)
+    assert done.returncode == 1 and "python serve.py rows.csv predictions.csv" in done.stderr
 
 
 def test_a_batch_may_have_any_size(tmp_path):
     _, directory = served(tmp_path, "deepfm")
     model = serve.Model(directory)
-    ids, dense = model.encode([{"user": f"u{i}", "item": str(i)} for i in range(7)])
+    row = dict.fromkeys(("seen", "price", "age", "tag"))
+    ids, dense = model.encode([{"user": f"u{i}", "item": str(i)} | row for i in range(7)])
     whole = model.predict(ids, dense)
     alone = [
         model.predict({name: each[i : i + 1] for name, each in ids.items()}, dense[i : i + 1])[0] for i in range(7)
@@ -156,9 +198,13 @@ def test_a_batch_may_have_any_size(tmp_path):
 
 def test_what_cannot_be_served_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
-    run, *_ = tabular_run(tmp_path, f"{tmp_path}/mine.py:OfOneSize")
-    with pytest.raises(ValueError, match=r"cannot be written for batches of any size .*dense.shape\[0\] for len"):
-        serving.write(open_run(run), tmp_path / "served")
+    for model in ("OfOneSize", "OfFew"):
+        (tmp_path / model).mkdir()
+        run, *_ = tabular_run(tmp_path / model, f"{tmp_path}/mine.py:{model}")
+        with pytest.raises(
+            ValueError, match=r"(?s)cannot be written for batches of any size .*dense.shape\[0\] for len"
+        ):
+            serving.write(open_run(run), tmp_path / "served")
     (tmp_path / "other").mkdir()
     other, *_ = synthetic_run(tmp_path / "other")
     with pytest.raises(ValueError, match="--serve is for a run of --data tabular, and .* is one of --data synthetic"):

@@ -42,6 +42,7 @@ class ClickJob(NamedTuple):
     task: Task
     init: Callable[[int], Any]  # seed -> dense parameters
     predict: Callable  # (params, activations {'sparse': f32[B, F, E]}, batch) -> logit f32[B]
+    stateful: bool = False  # whether a step changes more than the parameters, such as statistics of batch norm
 
     @property
     def spec(self) -> EmbeddingSpec:
@@ -74,7 +75,7 @@ def click_job(
 
     Args:
       cardinalities: rows of each table: C1, C2 and so on.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see models.py.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see model.py.
       width: E, of all tables.
       shards: S, of every table.
       seed: of the initial rows, and of a model that draws numbers.
@@ -116,7 +117,7 @@ def job_of_model(
         task = Task(spec, random_loss, optimizer, row_optimizer, seed=spec.seed)
     else:
         task = Task(spec, loss, optimizer, row_optimizer)
-    return ClickJob(task, model.init, predict)
+    return ClickJob(task, model.init, predict, model.changes)
 
 
 class Data(NamedTuple):

@@ -105,6 +105,11 @@ class Config:
         """Build the model, its loss and its optimizers."""
         steps = self.trainers.steps_of_one(data.steps)
         job = self.learning.job(data, steps, self.home.shards, self.seed)
+        if isinstance(self.trainers, Threads | Processes) and (job.task.seed is not None or job.stateful):
+            raise ValueError(
+                f"--model {self.learning.model} has dropout or batch norm, which free-running trainers cannot train, "
+                "as they apply gradients in any order: give --where lockstep, or leave these out."
+            )
         return job._replace(task=self.trainers.task(job.task))
 
     def check(self) -> "Config":

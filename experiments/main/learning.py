@@ -21,7 +21,7 @@ from jaxrec.embedding import (
 from jaxrec.types import RowOptimizer
 from main.cli import refuse
 from main.click_data import ClickJob, Data, click_job
-from main.model import model_of
+from main.model import check_model, model_of, of_run
 from main.table_data import table_job
 
 OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
@@ -68,14 +68,20 @@ class Learning:
     warmup_steps: int = 0
     """Steps over which both learning rates rise linearly from 0."""
 
+    def __post_init__(self):
+        file, colon, word = self.model.rpartition(":")
+        if colon:  # so that other processes, and what comes after the run, find it from their directories
+            object.__setattr__(self, "model", f"{Path(file).resolve()}:{word}")
+
     def check(self) -> None:
-        """Raise ValueError if there is no such model."""
+        """Raise ValueError if there is no such model, or no such layers."""
         refuse(
             {
                 f"--dropout {self.dropout} must be less than 1: give the portion that is dropped.": self.dropout >= 1,
+                "--layers has no sizes: give some, or leave it out.": self.layers == (),
             }
         )
-        model_of(dataclasses.asdict(self), self.embedding_width)
+        check_model(dataclasses.asdict(self), self.embedding_width)
 
     def job(self, data: Data, steps: int, shards: int, seed: int) -> ClickJob:
         """Build the job: the model over the tables of the data.
@@ -91,10 +97,9 @@ class Learning:
             return table_job(data.table, model, *how)
         return click_job(data.cardinalities, model, *how)
 
-    def from_anywhere(self) -> "Learning":
-        """Return the flags as another process needs them, which has another working directory."""
-        file, colon, word = self.model.rpartition(":")
-        return dataclasses.replace(self, model=f"{Path(file).resolve()}:{word}") if colon else self
+    def of_run(self, directory: Path) -> "Learning":
+        """Return the flags with the file of the model that a run has kept."""
+        return dataclasses.replace(self, model=of_run(self.model, directory))
 
     def optimizers(self, steps: int) -> tuple[optax.GradientTransformation, RowOptimizer]:
         """Build the optimizers of the dense parameters and of the rows.

@@ -9,6 +9,7 @@ or a class of NNX, which is made of these sizes.
 import functools
 import inspect
 import itertools
+import json
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +41,7 @@ class Model(NamedTuple):
     changes: bool  # whether there are other collections than 'params'
 
 
-def make_model(
-    name: str,
-    width: int,
-    layers: Sequence[int] | None = None,
-    activation: str = "relu",
-    dropout: float = 0.0,
-    batch_norm: bool = False,
-) -> Any:
+def make_model(name: str, width: int, **flags: Any) -> Any:
     """Build a model of the usual size; 'small_dlrm' is for many short runs.
 
     'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
@@ -56,13 +50,25 @@ def make_model(
     Args:
       name: built-in model, or FILE.py:NAME.
       width: E.
-      layers: sizes of the tower (of DLRM, that after the interaction), or of each of two; None for those of the model.
-      activation, dropout, batch_norm: of all layers of towers.
+      flags: `layers`, sizes of the tower (of DLRM, that after the interaction), or of each of two; `activation`,
+        `dropout` and `batch_norm` of all layers of towers.
 
     Returns:
       A Linen module, or a class of NNX.
     """
-    own = ".py:" in name
+    return _maker(name, width, **flags)()
+
+
+def _maker(
+    name: str,
+    width: int,
+    layers: Sequence[int] | None = None,
+    activation: str = "relu",
+    dropout: float = 0.0,
+    batch_norm: bool = False,
+) -> Callable[[], Any]:
+    """Return what builds a model, after a check of its name and flags."""
+    own = is_own(name)
     sized = layers or ((64,) if name == "small_dlrm" else (200, 80) if name == "din" else (512, 256))
     how: dict[str, Any] = {"activation": ACTIVATIONS[activation], "dropout": dropout, "batch_norm": batch_norm}
     models: dict[str, Callable[[], nn.Module]] = {
@@ -80,32 +86,54 @@ def make_model(
         "finalmlp": lambda: FinalMLP((sized, sized), **how),
         "din": lambda: DIN(sized, **how),
     }
-    if not own and name not in models:
+    if name not in models and not own:
         raise ValueError(f"model={name!r} must be one of {', '.join(models)}, or FILE.py:NAME.")
     if own or name in ("lr", "fm"):
         given = {"layers": layers, "activation": activation != "relu", "dropout": dropout, "batch_norm": batch_norm}
         for flag in (flag for flag, value in given.items() if value):
             why = "has its layers from its file" if own else "has no towers"
             raise ValueError(f"model={name!r} {why}: leave out --{flag.replace('_', '-')}.")
-    return own_model(name) if own else models[name]()
+    return functools.partial(own_model, name) if own else models[name]
 
 
 def model_of(flags: Mapping[str, Any], width: int) -> Any:
     """Build the model of the flags of a run; those that an older run lacks have their defaults."""
-    given = {name: flags[name] for name in ("layers", "activation", "dropout", "batch_norm") if name in flags}
-    return make_model(flags["model"], width, **given)
+    return _maker(flags["model"], width, **_given(flags))()
+
+
+def check_model(flags: Mapping[str, Any], width: int) -> None:
+    """Raise ValueError if there is no such model; a file is not run yet, as it may start JAX."""
+    _maker(flags["model"], width, **_given(flags))
+    if is_own(flags["model"]):
+        _file_of(flags["model"])
+
+
+def _given(flags):
+    return {name: flags[name] for name in ("layers", "activation", "dropout", "batch_norm") if name in flags}
+
+
+def is_own(name: str) -> bool:
+    """Whether a model is FILE.py:NAME."""
+    return ".py:" in name
+
+
+def _file_of(name: str) -> Path:
+    path = Path(name.rpartition(":")[0])
+    if not path.is_file():
+        raise ValueError(f"--model {name}: there is no file {path}.")
+    return path
 
 
 def own_model(name: str) -> Any:
     """Return NAME of FILE.py: a Linen module, or what NAME makes of it without arguments; or a class of NNX."""
-    file, _, word = name.rpartition(":")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise ValueError(f"--model: there is no file {path}.")
-    found = getattr(_module(path, path.read_text()), word, None)
-    if isinstance(found, type) and issubclass(found, nnx.Module):
-        return found
-    made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    path, word = _file_of(name), name.rpartition(":")[2]
+    try:
+        found = getattr(_module(path, path.read_text(), _beside(path)), word, None)
+        if isinstance(found, type) and issubclass(found, nnx.Module):
+            return found
+        made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:
+        raise ValueError(f"--model {name}: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise ValueError(
             f"--model {name}: {word} is {'not there' if found is None else repr(made)[:80]}; it must be a flax.linen "
@@ -115,36 +143,47 @@ def own_model(name: str) -> Any:
 
 
 @functools.cache
-def _module(path: Path, text: str) -> Any:
-    """Run a file, once for each text that it has had."""
+def _module(path: Path, text: str, beside: Path) -> Any:
+    """Run a file, once for each text that it has had; `beside` is the directory of what it imports."""
     module = types.ModuleType(f"model_of_{path.stem}_{abs(hash((path, text))):x}")
     sys.modules[module.__name__] = module  # which dataclasses look up
-    sys.path.append(str(path.parent))  # for what the file imports
-    exec(compile(text, path, "exec"), module.__dict__)
+    sys.path.insert(0, str(beside))
+    try:
+        exec(compile(text, path, "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    finally:
+        sys.path.remove(str(beside))
     return module
 
 
-def keep_copy(name: str, directory: Path) -> None:
-    """Copy the file of one's own model to the directory of a run; refuse to go on with another one."""
-    if ".py:" not in name:
+def _beside(path: Path) -> Path:
+    """Return the directory of what a file imports; of the copy in a run, that of the file itself."""
+    flags = path.with_name("config.json")
+    if path.name != COPY or not flags.exists():
+        return path.parent
+    return Path(json.loads(flags.read_text())["model"].rpartition(":")[0]).parent
+
+
+def keep_copy(name: str, directory: Path, copy: str = COPY) -> None:
+    """Copy the file of one's own model to the directory of a run; once something is trained, refuse another one."""
+    if not is_own(name):
         return
-    copy, file = directory / COPY, Path(name.rpartition(":")[0])
-    if not copy.exists():
-        write_text(copy, file.read_text())
-    elif copy.read_text() != file.read_text():
+    kept, file = directory / copy, _file_of(name)
+    if not kept.exists() or (not any(directory.glob("metrics.jsonl")) and not any(directory.glob("seed_*"))):
+        write_text(kept, file.read_text())
+    elif kept.read_text() != file.read_text():
         raise ValueError(
-            f"{file} has changed since the run in {directory} began, which has kept it as {copy}: copy that back, or "
+            f"{file} has changed since the run in {directory} began, which has kept it as {kept}: copy that back, or "
             "train in another --workdir."
         )
 
 
 def of_run(name: str, directory: Path) -> str:
     """Return the name of the model of a run, with the file that the run has kept."""
-    file, colon, word = name.rpartition(":")
-    if not colon or not (directory / COPY).exists():
-        return name
-    sys.path.append(str(Path(file).resolve().parent))  # for what the file imports, of which there is no copy
-    return f"{directory / COPY}:{word}"
+    kept = directory / COPY
+    return f"{kept.resolve()}:{name.rpartition(':')[2]}" if is_own(name) and kept.exists() else name
 
 
 def as_functions(model: Any, examples: Sequence[jax.Array]) -> Model:
@@ -160,14 +199,20 @@ def as_functions(model: Any, examples: Sequence[jax.Array]) -> Model:
 
 def _of_linen(module, examples):
     takes = inspect.signature(type(module).__call__).parameters
-    init = lambda seed: module.init(jax.random.key(seed), *examples)
+    given = lambda **how: {name: value for name, value in how.items() if name in takes}
+    init = lambda seed: module.init(jax.random.key(seed), *examples, **given(train=False, counts=None))
     variables = jax.eval_shape(init, 0)
     mutable = [name for name in variables if name != "params"]
 
     def call(variables, train, counts, rng, *inputs):
-        how = {name: value for name, value in {"train": train, "counts": counts}.items() if name in takes}
         rngs = None if rng is None else {"dropout": rng}
-        return module.apply(variables, *inputs, **how, rngs=rngs, mutable=mutable if train and mutable else False)
+        return module.apply(
+            variables,
+            *inputs,
+            **given(train=train, counts=counts),
+            rngs=rngs,
+            mutable=mutable if train and mutable else False,
+        )
 
     def train(variables, counts, rng, *inputs):
         found = call(variables, True, counts, rng, *inputs)

@@ -91,8 +91,7 @@ def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, 
             if resumes:
                 params, past = restored(directory, params, tables)
                 check_vocabulary(run, past, data.vocabulary_digest)
-            from_anywhere = {"source": config.source.from_anywhere(), "learning": config.learning.from_anywhere()}
-            of_process = dataclasses.replace(config, **from_anywhere)
+            of_process = dataclasses.replace(config, source=config.source.from_anywhere())
             work = functools.partial(work_of, of_process, params)
             extra: dict[str, Any] = {"vocabulary_digest": data.vocabulary_digest, "examples_before": examples_of(past)}
             watch = Watch(run, data.steps // trainers * trainers, asked)

@@ -1,4 +1,4 @@
-"""Predict rows with a model that export.py --serve has written, without jaxrec: jax and numpy suffice.
+"""Predict rows with a model that export.py --serve has written, without jaxrec: jax, numpy and flatbuffers suffice.
 
     python serve.py rows.csv predictions.csv
 
@@ -45,14 +45,19 @@ class Model:
         return np.asarray(self._call(self._weights, ids, dense))
 
     def encode(self, rows):
-        """Return ids and numbers, the inputs of `predict`, of rows {column: text, or None where it is missing}."""
+        """Return ids and numbers, the inputs of `predict`, of rows {column: text, number or list; None if missing}.
+
+        Raises ValueError for a row without one of the columns, and for what is no number where one must be.
+        """
         about = self.about
         ids = {name: np.full((len(rows), *shape), -1, np.int32) for name, shape in about["lookups"].items()}
         dense = np.zeros((len(rows), about["numbers"]), np.float32)
         for feature in about["features"]:
             kind, column = feature["kind"], feature["column"]
             for number, row in enumerate(rows):
-                found = _OF_KIND[kind](self, feature, row.get(column))
+                if column not in row:
+                    raise ValueError(f"row {number} has no {column!r}: give None if it is missing.")
+                found = _OF_KIND[kind](self, feature, row[column])
                 if kind == "number":
                     dense[number, feature["place"]] = found
                 elif kind == "bag":
@@ -65,11 +70,18 @@ class Model:
         """Return a category without decimals of a whole number; None if there is none."""
         if text is None:
             return None
-        text = re.sub(r"\A([+-]?[0-9]+)\.0+\Z", r"\1", str(text))
+        if isinstance(text, bytes):
+            raise ValueError(f"{text!r:.80} is bytes: decode it.")
+        text = str(text).lower() if isinstance(text, bool | np.bool_) else str(text)
+        text = re.sub(r"\A([+-]?[0-9]+)\.0+\Z", r"\1", text)
         return None if text in self.about["absent"] else text
 
     def _number(self, text):
-        return math.nan if (text := self._category(text)) is None else float(text)
+        if (text := self._category(text)) is None:
+            return math.nan
+        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+            raise ValueError(f"{text!r:.80} is no number.")
+        return float(text)
 
     def _row_of(self, feature, text):
         """Return the row of the table that a category is looked up in."""
@@ -84,8 +96,11 @@ class Model:
         return 0 if math.isnan(value) else 1 + int(np.searchsorted(feature["bounds"], value, side="right"))
 
     def _rows_of(self, feature, text):
-        """Return the rows of the categories of a bag, given as text or as a list."""
-        words = text.split(feature["separator"]) if isinstance(text, str) else text or []
+        """Return the rows of the categories of a bag, given as text, as a list, or as one category."""
+        if isinstance(text, str):
+            words = text.split(feature["separator"])
+        else:
+            words = [*text] if isinstance(text, list | tuple | np.ndarray) else [text]
         words = [word for word in words if self._category(word) is not None]
         words = words[-feature["hots"] :] if feature["newest"] else words[: feature["hots"]]
         return [self._row_of(feature, word) for word in words]
@@ -119,19 +134,31 @@ def rows_of(about, path):
         split = lambda line: line.rstrip("\r\n").split(how["separator"])
         lines = csv.reader(file, delimiter=how["separator"]) if how["quote"] else map(split, file)
         columns = how["columns"] or next(lines)
-        for line in lines:
+        if lacking := {feature["column"] for feature in about["features"]} - set(columns):
+            raise ValueError(f"{path} has no column {', '.join(sorted(lacking))}.")
+        for number, line in enumerate(lines, 1 if how["columns"] else 2):
+            if line in ([], [""]) and len(columns) > 1:
+                continue
+            if len(line) != len(columns):
+                raise ValueError(f"{path}, row {number}: {len(line)} fields, and {len(columns)} columns.")
             yield dict(zip(columns, line, strict=True))
 
 
 def main(source, target):
     """Write a file with the probability of each row of a text file."""
-    model = Model(Path(__file__).parent)
+    model, partial = Model(Path(__file__).parent), Path(f"{target}.partial")
     rows = rows_of(model.about, source)
-    with open(target, "w", encoding="utf-8") as out:
+    with open(partial, "w", encoding="utf-8") as out:
         out.write("probability\n")
         while some := list(itertools.islice(rows, 4096)):
             out.writelines(f"{p:.9g}\n" for p in model.predict(*model.encode(some)))
+    partial.replace(target)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

@@ -4,7 +4,7 @@
     weights.npz       'table.NAME' f32[V, E] and 'dense.PATH', the weights of one replica or the mean of all
     serve.json        shapes, and for each feature its column, its place in the inputs, and its scaling
     categories.json   {table: the categories of its rows from 2 on}; row 0 is for missing ones, row 1 for unknown ones
-    serve.py          reads all these, and needs jax and numpy alone
+    serve.py          reads all these, and needs jax, numpy and flatbuffers alone
 
 Legend: b rows, N numbers, F columns, H categories of a bag, V rows of a table, E embedding width.
 """
@@ -119,10 +119,10 @@ def exported(job: ClickJob, form: Any, names: list[str], weights: Mapping, shape
     of_dense = jax.ShapeDtypeStruct((rows, numbers), np.float32)
     try:
         program = jax.export.export(jax.jit(probability), platforms=PLATFORMS)(of_weights, of_ids, of_dense)
-    except (TypeError, jax.errors.JAXTypeError) as error:
+    except (TypeError, jax.errors.JAXTypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise ValueError(
             f"the model cannot be written for batches of any size ({error!s:.200}): take sizes from shapes, as in "
-            "dense.shape[0] for len(dense)."
+            "dense.shape[0] for len(dense), and compare them with no number."
         ) from error
     return bytes(program.serialize())
 

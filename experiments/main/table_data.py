@@ -110,7 +110,7 @@ def table_job(
 
     Args:
       table: metadata of the table, see `table_of`.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see models.py; without dense features it gets
+      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see model.py; without dense features it gets
         one of zeros. Or a `DIN`, with candidate and history from `history_of`.
       width: E, of all tables.
       seed: of the initial rows, and of a model that draws numbers.

@@ -63,9 +63,14 @@ class One:
                     f"--{name} {number} cannot be split over {devices} devices: give a multiple of {devices}{remedy}."
                 )
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices that this process trains on."""
+        return jax.devices()
+
     def mesh(self) -> jax.sharding.Mesh:
         """Return the mesh of a run."""
-        return make_mesh(devices=jax.devices())
+        return make_mesh(devices=self.devices)
 
     def task(self, task: Task) -> Task:
         """Return the task as these trainers need it."""
@@ -162,8 +167,12 @@ class Replicas(One):
                 f"--trainers {self.trainers} want a device each, and there are {len(jax.devices())}: give fewer."
             )
 
+    @property
+    def devices(self) -> list[jax.Device]:
+        return jax.devices()[: self.trainers]
+
     def mesh(self) -> jax.sharding.Mesh:
-        return make_mesh(replicas=self.trainers, devices=jax.devices()[: self.trainers])
+        return make_mesh(replicas=self.trainers, devices=self.devices)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,8 +93,8 @@ class Recovery(Callback):
     recovery always, as dense parameters must be restorable too. It saves snapshots that the engine takes between steps.
     When the engine finds shards lost, it calls `recover` after the step and its snapshot. With full recovery the engine
     wants its batches as a function of the step, as it may go back. At a clean end of the engine's block it saves all
-    rows and the dense state, unless its last save holds them: `restore` then returns the trained model. After an error,
-    or the loss of the process, `restore` returns rows as old as their last save.
+    rows and the dense state, unless its last save holds those of the last step: `restore` then returns the trained
+    model. After an error, or the loss of the process, `restore` returns rows as old as their last save.
 
     Args:
       directory: directory of the run's images; created if missing.
@@ -407,6 +407,7 @@ class Recovery(Callback):
             self._saves.save_base(at_step(state._replace(tables=tables), step))
         for path in () if self._row_tracker else skipped:
             mark_damaged(path)  # so that it does not count towards the images to keep
+            self._saves.whole_step = -1  # what it held is in no image
         # Counted once all shards are restored: if a restore raises, no figure has changed.
         self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
         self.failed += len(saved)

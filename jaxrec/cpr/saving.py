@@ -202,11 +202,11 @@ class Saves:
         # and are picked again.
         if not all([saver.settle() for saver in self._savers()]):
             return
-        self.regular = self._pending_regular = regular_step
         if self._row_tracker:
             self._row_tracker.saved(rows)
-        else:  # a regular save holds everything
+        elif regular_step != self.regular:  # a regular save holds everything
             self.whole_step = regular_step
+        self.regular = self._pending_regular = regular_step
 
     def require_base(self) -> None:
         """Make the next save one of all rows."""

@@ -269,7 +269,6 @@ def test_histories_count_in_the_table_that_they_share(tmp_path):
 def test_columns_of_one_category_share_a_table_and_its_categories(tmp_path):
     """Two genres of a film are of one table: what is often enough in both together has a row."""
     rows = ["1,a,b,3", "0,b,,12.0", "1,a,c,12", "0,c,a,", "1,b,zz,99"]
-    (tmp_path / "a.csv").write_text("\n".join(["y,first,second,other", *rows]) + "\n")
     features = [Categorical("first"), Categorical("second", share="first"), Categorical("other", 1, 50)]
     features.append(Categorical("fourth", share="other"))
     (tmp_path / "a.csv").write_text("\n".join(["y,first,second,other,fourth", *(f"{row},12" for row in rows)]) + "\n")

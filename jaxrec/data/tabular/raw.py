@@ -139,8 +139,7 @@ def open_vocabularies(directory: str | Path) -> dict[str, Vocabulary]:
     found = {
         table: _vocabulary(features[table], schema, categories, ids_of) for table in table_rows(schema, categories)
     }
-    shared = (f for f in schema.features if isinstance(f, Categorical) and f.share)
-    return found | {feature.column: found[feature.share] for feature in shared if feature.share}
+    return found | {f.column: found[f.share] for f in schema.features if isinstance(f, Categorical) and f.share}
 
 
 def _vocabulary(feature: Any, schema: Schema, known: dict[str, list[str]], ids_of: Callable[[], Any]) -> Vocabulary:
