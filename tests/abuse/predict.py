@@ -358,7 +358,7 @@ BACK = {
     "has no 'table.item.value'": lambda directory: out_and_back(
         directory, edited(lambda arrays: arrays.pop("table.item.value"))
     ),
-    "give one of --table NAME, --all and --back FILE": lambda directory: exported(directory),
+    "give one of --table NAME, --all, --serve DIR and --back FILE": lambda directory: exported(directory),
     "--ids are rows of one table": lambda directory: exported(directory, all=True, ids=(1,)),
     "--state best is of a run, and --run .* is no run's directory": lambda directory: exported(
         directory, all=True, state="best"
