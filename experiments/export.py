@@ -323,8 +323,9 @@ def rules(config: Config) -> dict[str, object]:
     return {
         "give one of --table NAME, --all, --serve DIR and --back FILE.": sum(asked) != 1,
         "--serve DIR needs --run DIR, which it is of.": config.serve is not None and config.run_directory is None,
-        f"--serve {config.serve} exists already: give another name.": config.serve
-        and local_path(config.serve).exists(),
+        f"--serve {config.serve} exists already: give another name.": (
+            config.serve and local_path(config.serve).exists()
+        ),
         "--to, --optimizer and --ids are not for --serve: leave them out.": (
             config.serve is not None and (config.to or config.optimizer or config.ids)
         ),

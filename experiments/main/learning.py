@@ -21,7 +21,7 @@ from jaxrec.embedding import (
 from jaxrec.types import RowOptimizer
 from main.cli import refuse
 from main.click_data import ClickJob, Data, click_job
-from main.model import check_model, model_of, of_run
+from main.model import check_model, is_own, model_of, of_run
 from main.table_data import table_job
 
 OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
@@ -69,8 +69,8 @@ class Learning:
     """Steps over which both learning rates rise linearly from 0."""
 
     def __post_init__(self):
-        file, colon, word = self.model.rpartition(":")
-        if colon:  # so that other processes, and what comes after the run, find it from their directories
+        if is_own(self.model):  # so that other processes, and what comes after the run, find it from their directories
+            file, _, word = self.model.rpartition(":")
             object.__setattr__(self, "model", f"{Path(file).resolve()}:{word}")
 
     def check(self) -> None:

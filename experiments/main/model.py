@@ -171,7 +171,7 @@ def keep_copy(name: str, directory: Path, copy: str = COPY) -> None:
     if not is_own(name):
         return
     kept, file = directory / copy, _file_of(name)
-    if not kept.exists() or (not any(directory.glob("metrics.jsonl")) and not any(directory.glob("seed_*"))):
+    if not kept.exists() or not ((directory / "metrics.jsonl").exists() or any(directory.glob("seed_*"))):
         write_text(kept, file.read_text())
     elif kept.read_text() != file.read_text():
         raise ValueError(

@@ -26,7 +26,7 @@ from jaxrec.data.tabular.raw import mapping_of
 from jaxrec.data.tabular.schema import table_of
 from jaxrec.embedding import EmbeddingSpec, embedding_matrix
 from jaxrec.files import PARTIAL, make_directory, sync, write_text
-from jaxrec.sharding import mean_replica
+from jaxrec.step import without_replica
 from jaxrec.types import Batch
 from main.click_data import ClickJob
 from main.trained import Trained, job_of, table_directory
@@ -80,8 +80,7 @@ def write(run: Trained, directory: Path, prepared: Path | None = None) -> Image:
         )
     job, (about, categories) = job_of(run, prepared), described(table_directory(run, prepared))
     state, image = restore_for_prediction(run.images, job.spec, job.init(0))
-    params = jax.tree.map(mean_replica, jax.device_get(state.dense.params))
-    leaves, form = jax.tree_util.tree_flatten_with_path(params)
+    leaves, form = jax.tree_util.tree_flatten_with_path(without_replica(state.dense).params)  # the mean of all
     names = [f"dense{jax.tree_util.keystr(path)}" for path, _ in leaves]
     weights = {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
     weights |= {f"table.{name}": np.asarray(embedding_matrix(state.tables, name)) for name in job.spec.tables}
