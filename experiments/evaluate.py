@@ -6,15 +6,17 @@
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
 
-Writes AUC, log loss, normalised entropy and calibration to results.json, and the predictions, in row order, to
-predictions.npz; predictions alone for rows without labels. Uses the best state of a run that keeps one, else the last,
-from the newest whole image; the run may still be training.
+    python experiments/evaluate.py --run runs/a --predictions a.parquet   predictions with the keys of the schema
+
+Writes AUC, log loss, normalised entropy and calibration to results.json (of a regression RMSE and MAE), and the
+predictions, in row order, to predictions.npz; predictions alone for rows without labels. Uses the best state of a run
+that keeps one, else the last, from the newest whole image; the run may still be training.
 """
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,6 +28,7 @@ from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
 from main.table_data import open_rows, with_vocabulary
 from main.table_summary import open_schema, warnings_of
+from main.targets import Targets, named
 from main.trained import (
     State,
     Trained,
@@ -35,6 +38,7 @@ from main.trained import (
     refuse_trained_rows,
     table_directory,
     table_of_run,
+    targets_of_run,
     tested_on,
     vocabularies_of,
     words_of,
@@ -42,7 +46,7 @@ from main.trained import (
 
 from jaxrec import metrics
 from jaxrec.checkpoint import restore_for_prediction
-from jaxrec.data.blocks import is_prepared, read_metadata
+from jaxrec.data.blocks import as_texts, is_prepared, keys_of, read_metadata
 from jaxrec.data.criteo import has_labels, open_encoder, open_split, read_rows
 from jaxrec.data.loader import Loader
 from jaxrec.data.preparation import count_ids
@@ -52,10 +56,11 @@ from jaxrec.files import atomic_write, local_path
 from jaxrec.prefetch import planned
 from jaxrec.types import Batch, TrainState
 
+MEASURED = ("auc", "log_loss", "normalized_entropy", "calibration", "rmse", "mae")
 TENTHS, SYNTHETIC_EXAMPLES, MOST_UNKNOWN = 10, 50 * TEST_BATCH, 10
 TABLE = {
     "Rows": ["rows", "step"],
-    "Quality": ["auc", "log_loss", "normalized", "calibration"],
+    "Quality": ["auc", "log_loss", "normalized", "calibration", "rmse", "mae"],
     "Within groups": ["gauc", "groups", "share_counted"],
     "Means": ["mean_"],
 }
@@ -83,9 +88,11 @@ class Config:
     replica: int | Literal["mean"] = "mean"
     """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
-    """A field, such as the user: the mean AUC within its categories, or equal numbers (GAUC)."""
+    """A field or a key, such as the user: the mean AUC within its categories, or equal numbers (GAUC)."""
     segments: tuple[str, ...] = ()
-    """Categorical fields: normalised entropy, AUC and calibration of each of their largest categories."""
+    """Categorical fields or keys: normalised entropy, AUC and calibration of each of their largest categories."""
+    predictions: Path | None = None
+    """A file, .parquet or .csv, for a line per row: its number, the keys of the schema, labels and predictions."""
     bootstrap: int = 0
     """Resamples of the examples for a 95 % interval of the AUC."""
 
@@ -103,6 +110,7 @@ class Examples(NamedTuple):
     words: str  # description for messages
     vocabularies: frozenset[str] = frozenset()  # fields whose unknown ids share row 1
     table: Mapping[str, Any] | None = None  # metadata of the prepared table
+    keys: Callable[[str], np.ndarray] | None = None  # key of the schema -> S[n], once all batches are read
 
 
 def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
@@ -146,16 +154,33 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
     """Return rows of a prepared table with the run's vocabulary, or of raw files mapped with it."""
     directory = table_directory(run, config.prepared)
     table = table_of_run(run, directory)
-    own = with_vocabulary(table), table
+    targets = targets_of_run(run, table)
     if has_raw_files(config):
         schema = open_schema(config.schema) if config.schema else schema_of(directory)
         labelled = raw.has_labels(config.path, schema)
-        blocks = raw.read_rows(config.path, schema, directory, labelled)
-        return Examples(in_batches(blocks, TEST_BATCH), labelled, ", ".join(map(str, config.path)), *own)
+        kept: list[dict[str, np.ndarray]] = []
+        blocks = keeping_keys(raw.read_rows(config.path, schema, directory, labelled), kept)
+        places = [[label.column for label in schema.label].index(target.name) for target in targets]
+        return Examples(
+            in_batches(blocks, TEST_BATCH, places), labelled, ", ".join(map(str, config.path)), with_vocabulary(table),
+            {**table, "keys": schema.keys}, lambda name: np.concatenate([block[name] for block in kept]),
+        )  # fmt: skip
     directory = chosen(config, directory)
-    table_of_run(run, directory)
-    rows = Loader(open_rows(directory, config.split), TEST_BATCH)
-    return Examples(iter(rows), True, f"{config.split} of {directory}", *own)
+    rows, table = open_rows(directory, config.split, targets), table_of_run(run, directory)
+    return Examples(
+        iter(Loader(rows, TEST_BATCH)), True, f"{config.split} of {directory}", with_vocabulary(table), table,
+        lambda name: keys_of(rows, name),
+    )  # fmt: skip
+
+
+def keeping_keys(
+    blocks: Iterable[dict[str, np.ndarray]], kept: list[dict[str, np.ndarray]]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield blocks of raw rows without their keys, which are appended to `kept`, {key: S[n]} of each block."""
+    for block in blocks:
+        names = [name for name in block if name.startswith("key.")]
+        kept.append({name.removeprefix("key."): as_texts(block.pop(name)) for name in names})
+        yield block
 
 
 def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
@@ -166,8 +191,11 @@ def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
     return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches, curved=curved).test()
 
 
-def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[Batch]:
+def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int, places: Sequence[int] = (0,)) -> Iterator[Batch]:
     """Cut blocks of rows into batches of one size; pad the last one with examples of weight 0.
+
+    Args:
+      places: of the labels to predict, among those of the blocks.
 
     >>> blocks = [{"dense": np.ones((3, 1), np.float32), "ids": np.arange(3)[:, None]}] * 2
     >>> [(batch.ids["sparse"].ravel().tolist(), batch.weight.tolist()) for batch in in_batches(blocks, 4)]
@@ -178,18 +206,19 @@ def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int) -> Iterator[B
         rest = {key: np.concatenate([rest[key], rows]) for key, rows in block.items()} if rest else dict(block)
         whole = len(rest["dense"]) // size * size
         for start in range(0, whole, size):
-            yield _batch({key: rows[start : start + size] for key, rows in rest.items()}, size)
+            yield _batch({key: rows[start : start + size] for key, rows in rest.items()}, size, places)
         rest = {key: rows[whole:] for key, rows in rest.items()}
     if rest and len(rest["dense"]):
-        yield _batch(rest, size)
+        yield _batch(rest, size, places)
 
 
-def _batch(rows, size):
+def _batch(rows, size, places):
     number = len(rows["dense"])
     fill = lambda array, value: np.pad(array, [(0, size - number)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
-    label = rows.get("label", np.zeros(number)).astype(np.float32)
-    # The first of several labels is predicted. Criteo rows have one ids array, rows of a table one per lookup.
-    label, ids = fill(label.reshape(number, -1)[:, 0], 0), {key: rows[key] for key in rows if key.startswith("ids")}
+    label = rows.get("label", np.zeros((number, 1 + max(places)))).astype(np.float32)
+    label = fill(label.reshape(number, -1)[:, places[0] if len(places) == 1 else list(places)], 0)
+    # Criteo rows have one ids array, rows of a table one per lookup.
+    ids = {key: rows[key] for key in rows if key.startswith("ids")}
     ids = {key.removeprefix("ids").removeprefix(".") or "sparse": fill(array, -1) for key, array in ids.items()}
     return Batch(ids, label, fill(rows["dense"], 0), fill(rows.get("weight", np.ones(number)).astype(np.float32), 0))
 
@@ -197,50 +226,59 @@ def _batch(rows, size):
 class Predictions(NamedTuple):
     """Predictions in row order."""
 
-    logit: np.ndarray  # f32[n]
-    label: np.ndarray | None  # u8[n]
+    targets: Targets  # K labels
+    found: np.ndarray  # f32[n, K], see `Target.prediction`
+    label: np.ndarray | None  # f32[n, K]
     weight: np.ndarray  # f32[n], above 0
-    total: metrics.Evaluation  # meaningful with labels only; accumulated batch by batch, as in training
+    totals: list[Any]  # of each label; meaningful with labels only; accumulated batch by batch, as in training
     fields: dict[str, np.ndarray]  # {requested field: i32[n]}
+    keys: dict[str, np.ndarray]  # {key of the schema: S[n]}
     unknown: dict[str, float]  # {field with a vocabulary: share of unknown ids}
+    row: np.ndarray  # i64[n] number of each row among all, from 0
 
     @property
-    def probability(self) -> np.ndarray:
-        """Click probabilities, f64[n]."""
-        return 1 / (1 + np.exp(-self.logit.astype(np.float64)))
+    def served(self) -> np.ndarray:
+        """Click probabilities, or the numbers of a regression, f64[n, K]."""
+        clicks = np.array([target.moments is None for target in self.targets])
+        found = self.found.astype(np.float64)
+        return np.where(clicks, 1 / (1 + np.exp(-np.where(clicks, found, 0))), found)
 
 
 def predict(
     state: TrainState, job: ClickJob, examples: Examples, asked: Asked, fields: Sequence[str] = ()
 ) -> Predictions:
-    """Predict all rows and keep some of their fields; raises `Stopped` on a signal."""
-    step, total = job.eval_step(), metrics.empty_evaluation()
-    logits, labels, weights, kept = [], [], [], []
+    """Predict all rows and keep their keys and some of their fields; raises `Stopped` on a signal."""
+    step, totals, known = job.eval_step(), list[Any](), list((examples.table or {}).get("keys", ()))
+    outputs, labels, weights, kept = [], [], [], []
     ids: dict[str, Any] = dict.fromkeys(sorted(examples.vocabularies), 0)
     with contextlib.closing(planned(job.spec, examples.batches)) as pairs:
         for batch, plans in asked.each(pairs):
-            found = np.asarray(step(state, batch, plans))
-            # On a GPU it was sent there.
-            clicked, weight = np.asarray(batch.label), np.asarray(batch.weight)
+            # On a GPU the batch was sent there.
+            found, label, weight = map(np.asarray, (step(state, batch, plans), batch.label, batch.weight))
+            found, label = found.reshape(len(found), -1), label.reshape(len(label), -1)
             batch = batch._replace(ids={name: np.asarray(its) for name, its in batch.ids.items()}, weight=weight)
             counts = weight > 0
             # Rows without labels get label 0: only the check for finite predictions matters.
-            total = metrics.merge(total, metrics.evaluate_batch(found, clicked, weight))
-            logits.append(found[counts])
-            labels.append(clicked[counts].astype(np.uint8))
-            weights.append(weight[counts])
+            now = [one.measure(found[:, k], label[:, k], weight) for k, one in enumerate(job.targets)]
+            totals = list(map(metrics.merge, totals, now)) if totals else now
+            outputs.append(found[counts])
+            labels.append(label[counts])
+            weights.append(weight)
             ids = {
                 name: ids[name] + its for name, its in counted(job.spec, batch, examples.table).items() if name in ids
             }
             kept.append(
                 {name: ids[counts] for name, ids in subsets.fields_of(job.spec, batch, fields, examples.table).items()}
             )
-    if not logits:
+    if not outputs:
         raise ValueError(f"{examples.words} has no rows: there is nothing to predict.")
-    columns = {name: np.concatenate([one[name] for one in kept]) for name in fields}
-    label = np.concatenate(labels) if examples.labelled else None
+    columns = {name: np.concatenate([one[name] for one in kept]) for name in kept[0]}
     unknown = {name: float(rare / max(given, 1)) for name, (given, rare) in ids.items()}
-    return Predictions(np.concatenate(logits), label, np.concatenate(weights), total, columns, unknown)
+    weight = np.concatenate(weights)
+    row = np.flatnonzero(weight > 0)
+    keys = {name: examples.keys(name)[row] for name in known} if examples.keys is not None else {}
+    truth = np.concatenate(labels) if examples.labelled else None
+    return Predictions(job.targets, np.concatenate(outputs), truth, weight[row], totals, columns, keys, unknown, row)
 
 
 def counted(spec: EmbeddingSpec, batch: Batch, table: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
@@ -257,23 +295,29 @@ def counted(spec: EmbeddingSpec, batch: Batch, table: Mapping[str, Any] | None =
 
 
 def figures(found: Predictions) -> dict[str, Any]:
-    """Return the figures for results.json: quality if the rows are labelled, and tenths by prediction."""
-    probability, weight = found.probability, found.weight.astype(np.float64)
-    results: dict[str, float] = {"rows": len(found.logit)}
-    if found.label is not None:
-        quality = metrics.summarize(found.total)
-        results |= {key: quality[key] for key in ("auc", "log_loss", "normalized_entropy", "calibration")}
-        results |= {"mean_label": quality["label_mean"]}
-    results |= {"mean_prediction": float(np.average(probability, weights=weight))}
+    """Return the figures for results.json: quality if the rows are labelled, and tenths by prediction of the first."""
+    served, weight = found.served, found.weight.astype(np.float64)
+    results: dict[str, float] = {"rows": len(served)}
+    of_each: list[dict[str, float]] = []
+    for k, total in enumerate(found.totals):
+        quality = metrics.summarize(total) if found.label is not None else {}
+        one = {key: quality[key] for key in MEASURED if key in quality}
+        one |= {"mean_label": quality["label_mean"]} if quality else {}
+        of_each.append(one | {"mean_prediction": float(np.average(served[:, k], weights=weight))})
+    results |= named(found.targets, of_each)
     results |= {f"unknown_share_{name}": share for name, share in found.unknown.items()}
-    order = np.argsort(probability, kind="stable")
+    predictions, clicks = served[:, 0], found.targets[0].moments is None
+    order = np.argsort(predictions, kind="stable")
     for number, rows in enumerate(np.array_split(order, min(TENTHS, len(order))), 1):
-        predicted = float(np.average(probability[rows], weights=weight[rows]))
+        predicted = float(np.average(predictions[rows], weights=weight[rows]))
         results |= {f"tenth_{number}_rows": len(rows), f"tenth_{number}_predicted": predicted}
         if found.label is not None:
-            clicked = float(np.average(found.label[rows], weights=weight[rows]))
+            label = float(np.average(found.label[rows, 0], weights=weight[rows]))
+            if not clicks:
+                results[f"tenth_{number}_label"] = label
+                continue
             size = float(weight[rows].sum() ** 2 / (weight[rows] ** 2).sum())  # effective (Kish, 1965)
-            results |= of_tenth(f"tenth_{number}", clicked * size, size, predicted * size)
+            results |= of_tenth(f"tenth_{number}", label * size, size, predicted * size)
     return {key: value if math.isfinite(value) else None for key, value in results.items()}
 
 
@@ -296,10 +340,13 @@ def table(results: dict[str, Any]) -> str:
     columns = {"rows": "tenth_{}_rows", "predicted": "tenth_{}_predicted"}
     if "auc" in results:
         columns |= {"clicked": "tenth_{}_clicked", "predicted / clicked": "tenth_{}_calibration"}
+    if "rmse" in results:
+        columns |= {"label": "tenth_{}_label"}
     apart = ("tenth_", "segment_", "unknown_share_")
-    overall = {key: value for key, value in results.items() if not key.startswith(apart)}
+    overall = {key: value for key, value in results.items() if not key.startswith(apart) and key != "labels"}
+    others = {f"Label {name!r}": [f"{name}_"] for name in results.get("labels", [])[1:]}
     tenths_of = grid(results, "tenth, by prediction", tenths, columns)
-    return f"{listing(overall, TABLE)}\n\n{tenths_of}"
+    return f"{listing(overall, others | TABLE)}\n\n{tenths_of}"
 
 
 def table_of_unknown(unknown: Mapping[str, float], where: str) -> str:
@@ -339,19 +386,64 @@ def finish(
       known: {table: what its rows stand for}.
     """
     results = {"step": step, **figures(found)}
-    if found.label is not None:
+    if len(found.targets) > 1:
+        results["labels"] = [target.name for target in found.targets]
+    is_click = found.targets[0].moments is None
+    if found.label is not None and is_click:
+        of_key = [name for name in config.fields if name not in found.fields]
+        numbered = {name: np.unique(found.keys[name], return_inverse=True) for name in of_key}
+        fields = found.fields | {name: mine for name, (_, mine) in numbered.items()}
+        known = {name: _named_by(texts) for name, (texts, _) in numbered.items()} | dict(known)
         asked = config.group, config.segments, config.bootstrap
-        of_parts = subsets.figures(found.logit, found.label, found.weight, found.fields, *asked)
+        of_parts = subsets.figures(found.found[:, 0], found.label[:, 0], found.weight, fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
         results |= subsets.names_of(results, config.segments, known)
-    labels: dict[str, Any] = {} if found.label is None else {"label": found.label}
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
-        np.savez(file, logit=found.logit, probability=found.probability.astype(np.float32), **labels)
-    if found.label is not None:
+        np.savez(file, allow_pickle=False, **arrays_of(found))  # type: ignore[arg-type]
+    if config.predictions is not None:
+        write_predictions(config.predictions, found)
+    if found.label is not None and is_click:
         draw(run.directory / "calibration.png", results)
     tables = [table(results), subsets.tables(results, config.segments), table_of_unknown(found.unknown, words)]
     run.close(results, "\n\n".join(filter(None, tables)))
     return results
+
+
+def _named_by(texts: np.ndarray) -> Vocabulary:
+    """Return what the numbers of a key stand for."""
+    names = [text.decode() for text in texts.tolist()]
+    return Vocabulary(
+        lambda rows: [names[row] for row in np.asarray(rows).ravel().tolist()],
+        lambda values: np.array([names.index(value or "") for value in values], np.int32),
+    )
+
+
+def arrays_of(found: Predictions) -> dict[str, np.ndarray]:
+    """Return the arrays of predictions.npz: of one label [n], of several [n, K].
+
+    Of clicks logit, probability and label; if any label is a number, prediction and label.
+    """
+    shaped = lambda array: array[:, 0] if len(found.targets) == 1 else array
+    served, labels = shaped(found.served.astype(np.float32)), {}
+    clicks = all(target.moments is None for target in found.targets)
+    if found.label is not None:
+        labels = {"label": shaped(found.label.astype(np.uint8 if clicks else np.float32))}
+    return ({"logit": shaped(found.found), "probability": served} if clicks else {"prediction": served}) | labels
+
+
+def write_predictions(path: Path, found: Predictions) -> None:
+    """Write a table with a line for each row: its number, keys, labels and predictions."""
+    import polars as pl
+
+    columns: dict[str, Any] = {"row": found.row}
+    columns |= {name: np.char.decode(key, "utf-8") for name, key in found.keys.items()}
+    for k, target in enumerate(found.targets):
+        if found.label is not None:
+            columns[target.name] = found.label[:, k]
+        columns[f"{target.name}_prediction"] = found.served[:, k].astype(np.float32)
+    frame = pl.DataFrame(columns)
+    with atomic_write(path) as partial:
+        (frame.write_parquet if path.suffix == ".parquet" else frame.write_csv)(partial)
 
 
 def rules(config: Config) -> dict[str, object]:
@@ -362,6 +454,9 @@ def rules(config: Config) -> dict[str, object]:
         ),
         "--schema is for raw files of a table: give --path FILE as well.": (
             config.schema is not None and not has_raw_files(config)
+        ),
+        f"--predictions {config.predictions} must end in .parquet or .csv.": (
+            config.predictions is not None and config.predictions.suffix not in (".parquet", ".csv")
         ),
         f"--split {config.split} is of a prepared directory: raw files are evaluated whole.": (
             config.split != "test" and has_raw_files(config)
@@ -395,7 +490,11 @@ def main(config: Config) -> dict[str, Any]:
             {
                 "--group, --segments and --bootstrap need labels, and these rows have none: leave them out.": (
                     not examples.labelled and (config.fields or config.bootstrap)
-                )
+                ),
+                "--group, --segments and --bootstrap are for labels of 0 and 1, and the first label of this run is a "
+                "regression: leave them out.": (
+                    job.targets[0].moments is not None and (config.fields or config.bootstrap)
+                ),
             }
         )
         state, image = restore_for_prediction(trained.images, job.spec, job.init(0), config.replica)

@@ -30,7 +30,8 @@ from jaxrec.files import local_path
 
 OWN = {"seed", "seeds", "workdir", "resume", "requeue", "preset"}  # flags that the sweep sets for each run
 MINUS = "{}_minus_first"
-# Keys of results.json that can choose, and whether more (1) or less (-1) of one is better.
+# Keys of results.json that can choose, and whether more (1) or less (-1) of one is better; of a label that is not the
+# first one, validation_NAME_auc and so on.
 METRICS = {f"{of}_{name}": sign for of in ("validation", "test") for name, sign in QUALITY.items()} | {
     "examples_per_s": 1, "train_seconds": -1, "checkpoint_percent": -1, "checkpoint_stall_s": -1, "stale_share": -1,
     "sync_gap_steps": -1, "replica_spread": -1, "pls": -1, "lost_steps": -1,
@@ -124,6 +125,17 @@ def trained_arms(
     return found
 
 
+def sign_of(metric: str) -> int:
+    """Return 1 if more of a metric is better, -1 if less, 0 if it is unknown.
+
+    >>> sign_of("validation_auc"), sign_of("test_like_log_loss"), sign_of("validation_speed")
+    (1, -1, 0)
+    """
+    of, _, name = metric.partition("_")
+    of_label = next((sign for key, sign in QUALITY.items() if name.endswith(f"_{key}")), 0)
+    return METRICS.get(metric, of_label if of in ("validation", "test") else 0)
+
+
 def figure_of(results: Mapping[str, Any], metric: str) -> float:
     """Return a number of results.json."""
     if not isinstance(results.get(metric), int | float):
@@ -134,7 +146,7 @@ def figure_of(results: Mapping[str, Any], metric: str) -> float:
 
 def check_metric(metric: str, arms: Mapping[str, Sequence[str]]) -> None:
     """Refuse a metric whose better direction is unknown, or that arms {name: flags of train.py} will not have."""
-    refuse({f"--metric {metric} is unknown: give one of {', '.join(METRICS)}.": metric not in METRICS})
+    refuse({f"--metric {metric} is unknown: give one of {', '.join(METRICS)}.": sign_of(metric) == 0})
     for arm, words in arms.items():
         refuse(
             {
@@ -169,7 +181,7 @@ def chosen(found: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> dic
     ({'chosen': 'b', 'chosen_test_auc': 0.5, 'chosen_test_auc_half_width': None}, {'chosen': 'a'})
     """
     worth = {
-        arm: METRICS[metric] * np.mean([figure_of(one, metric) for one in of_arm]) for arm, of_arm in found.items()
+        arm: sign_of(metric) * np.mean([figure_of(one, metric) for one in of_arm]) for arm, of_arm in found.items()
     }
     arm = max(worth, key=lambda name: worth[name])
     results: dict[str, Any] = {"chosen": arm}
@@ -230,7 +242,7 @@ def main(config: Config) -> dict:
         results = summary({arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()})
         results |= {"metric": config.metric} | chosen(found, config.metric)
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
-        better = "more" if METRICS[config.metric] > 0 else "less"
+        better = "more" if sign_of(config.metric) > 0 else "less"
         head = f"{config.metric} ({better} is better) over {config.seeds} seeds"
         run.close(results, "\n".join([head, grid(results, "arm", list(arms), columns), said_of(results)]))
         return results

@@ -29,6 +29,7 @@ from main.plots import draw, table
 from main.pools import train_pool
 from main.recorder import Recorder, check_seeds, resumed
 from main.recovering import Periodic
+from main.report import QUALITY
 from main.run_dir import go_on_with
 from main.saving import Best
 from main.signals import Asked, Stopped, stop_on_signals
@@ -50,7 +51,8 @@ def data_of(config: Config) -> Data:
     data = config.source.open(config.seed)
     devices = config.trainers.devices
     where = f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
-    say(f"batches of {data.batch_size} on {where}; test AUC to expect: {data.expectation}")
+    metric = data.targets[0].metric.upper()
+    say(f"batches of {data.batch_size} on {where}; test {metric} to expect: {data.expectation}")
     return data
 
 
@@ -59,7 +61,8 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> di
     data, looks, trainers, saving = data_of(config), config.looks, config.trainers, config.saves
     assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
     job = config.job(data).on(trainers.mesh())
-    refuse(refusals(job.spec, looks.group, ()))
+    refuse(refusals(job.spec, looks.group, (), data.table))
+    monitored = looks.monitored(data.targets[0])
     initial = trainers.initial(job.task, job.state(home.tables(job.task), config.seed))
     state, image, past = resumed(run, initial, data.vocabulary_digest)
     stretch = max(1, min(100, data.steps // looks.evaluations))
@@ -79,7 +82,7 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> di
         recorder.figures = lambda state, step_metrics: (
             config.engine.figures(engine) | trainers.figures(engine, sync, state, step_metrics) | saves.figures()
         )
-        best = Best(run, f"{recorder.watched}_{looks.monitored}", extra) if looks.monitored else None
+        best = Best(run, f"{recorder.watched}_{monitored}", extra) if monitored else None
         look, stop = last_callbacks(looks.patience, engine, recorder, saves, best, asked)
         engine.enter(look)
         engine.enter(stop)
@@ -202,12 +205,7 @@ def each_seed(config: Config, asked: Asked) -> dict:
             except Stopped as its:
                 raise Stopped(its.signal, f"stopped in seed {seed}; {go_on_with(run)}") from its
         results: dict = {"seeds": config.seeds}
-        names = [
-            "test_auc",
-            *(["test_gauc"] if "test_gauc" in found[0] else []),
-            "test_log_loss",
-            "test_normalized_entropy",
-        ]
+        names = [key for key in found[0] if key.startswith("test_") and key.endswith(tuple(QUALITY))]
         for name in (*names, "examples_per_s"):
             results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
         run.close(results)

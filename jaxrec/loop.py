@@ -1,11 +1,12 @@
-"""Evaluation of a click model, and the memory settings of a loop.
+"""Evaluation of a model, and the memory settings of a loop.
 
 Legend: B batch.
 """
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,14 +50,37 @@ def evaluate(state, batches: Iterable[tuple], eval_step: Callable) -> dict[str, 
       FloatingPointError: a logit is not finite; the error gives the step of the state and the batch.
       ValueError: there are labels other than 0 and 1, or no examples.
     """
-    # Merged sums instead of a list of logits: an evaluation needs no more memory than one batch.
-    total = metrics.empty_evaluation()
+    return evaluate_labels(state, batches, eval_step, [metrics.evaluate_batch])[0]
+
+
+def evaluate_labels(
+    state, batches: Iterable[tuple], eval_step: Callable, measures: Sequence[Callable]
+) -> list[dict[str, float]]:
+    """Evaluate a model of one or several labels: a fold of mergeable statistics over the batches.
+
+    Args:
+      state, batches: as for `evaluate`.
+      eval_step: (state, batch, plans) -> f32[B], or f32[B, K] for K labels.
+      measures: for each label, `metrics.evaluate_batch` of clicks, or `metrics.evaluate_errors` of a regression.
+
+    Returns:
+      The metrics of each label, see `metrics.summarize`.
+
+    Raises:
+      FloatingPointError, ValueError: as `evaluate`.
+    """
+    # Merged sums instead of a list of predictions: an evaluation needs no more memory than one batch.
+    totals: list[Any] = []
     for number, (batch, plans) in enumerate(in_pairs(batches)):
-        logit = np.asarray(eval_step(state, batch, plans))
+        found, label = np.asarray(eval_step(state, batch, plans)), np.asarray(batch.label)
+        columns = [(found, label)] if label.ndim == 1 else list(zip(found.T, label.T, strict=True))
         try:
-            total = metrics.merge(total, metrics.evaluate_batch(logit, batch.label, batch.weight))
+            now = [
+                measure(*column, np.asarray(batch.weight)) for measure, column in zip(measures, columns, strict=True)
+            ]
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"in an evaluation after step {int(state.dense.step)}, in its batch {number}: {error}"
             ) from None
-    return metrics.summarize(total)
+        totals = list(map(metrics.merge, totals, now)) if totals else now
+    return [metrics.summarize(total) for total in totals or [metrics.empty_evaluation()]]

@@ -1,9 +1,10 @@
-"""Metrics of click prediction: log loss, normalised entropy, AUC, calibration; numpy, float64.
+"""Metrics of click prediction: log loss, normalised entropy, AUC, calibration; and of a regression; numpy, float64.
 
 Legend: n examples.
 """
 
-from typing import NamedTuple
+import operator
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,12 +36,23 @@ def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = 
 
 
 class Evaluation(NamedTuple):
-    """Sufficient statistics of an evaluation; `merge` adds them in any order, across batches and processes."""
+    """Sufficient statistics of predicted clicks; `merge` adds them in any order, across batches and processes."""
 
     positives: np.ndarray  # f64[bins], weight of the clicks by logit
     negatives: np.ndarray  # f64[bins], weight of the other examples by logit
     loss: float  # sum of weight * log loss
     prediction: float  # sum of weight * probability
+    examples: int  # number of examples of weight above 0
+
+
+class Errors(NamedTuple):
+    """Sufficient statistics of a regression, for `merge`: weighted sums over the examples."""
+
+    squared: float
+    absolute: float
+    prediction: float
+    label: float
+    weight: float
     examples: int  # number of examples of weight above 0
 
 
@@ -70,32 +82,52 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
     )
 
 
-def merge(a: Evaluation, b: Evaluation) -> Evaluation:
-    """Return the statistics of the union of two sets of examples."""
-    return Evaluation(
-        a.positives + b.positives,
-        a.negatives + b.negatives,
-        a.loss + b.loss,
-        a.prediction + b.prediction,
-        a.examples + b.examples,
+def evaluate_errors(prediction: np.ndarray, label: np.ndarray, weight: np.ndarray) -> Errors:
+    """Return the statistics of one batch of a regression; arguments and errors as of `evaluate_batch`.
+
+    >>> found = evaluate_errors(np.array([1.0, 4.0]), np.array([2.0, 2.0]), np.ones(2))
+    >>> summarize(found)["rmse"], summarize(found)["mae"]
+    (1.5811388300841898, 1.5)
+    """
+    prediction, label, weight = _counting(prediction, label, weight)
+    _refuse(ValueError, label, np.isfinite(label), "label", "labels of a regression are finite: leave such rows out")
+    error = prediction - label
+    squared, absolute, predicted, labelled = (
+        float(np.sum(weight * each)) for each in (error**2, np.abs(error), prediction, label)
     )
+    return Errors(squared, absolute, predicted, labelled, float(np.sum(weight)), len(weight))
 
 
-def summarize(evaluation: Evaluation) -> dict[str, float]:
+Statistics = TypeVar("Statistics", Evaluation, Errors)
+
+
+def merge(a: Statistics, b: Statistics) -> Statistics:
+    """Return the statistics of the union of two sets of examples."""
+    left, right = list[Any](a), list[Any](b)
+    return type(a)(*map(operator.add, left, right))
+
+
+def summarize(evaluation: Evaluation | Errors) -> dict[str, float]:
     """Compute metrics from statistics.
 
     Returns:
-      auc (streaming: exact except for pairs of logits closer than 6e-4, or both above 20, or both below -20); log_loss,
-      the mean of -log p(label) with p = sigmoid(logit); normalized_entropy, log loss over the entropy of the label
-      mean, so that the best constant has 1 (He et al., ADKDD 2014, eq. 1); calibration (mean prediction over label
-      mean); label_mean; examples.
+      Of clicks: auc (streaming: exact except for pairs of logits closer than 6e-4, or both above 20, or both below
+      -20); log_loss, the mean of -log p(label) with p = sigmoid(logit); normalized_entropy, log loss over the entropy
+      of the label mean, so that the best constant has 1 (He et al., ADKDD 2014, eq. 1); calibration (mean prediction
+      over label mean); label_mean; examples. Of a regression: rmse, the root of the mean squared error; mae, the mean
+      absolute error; prediction_mean; label_mean; examples.
     """
+    if isinstance(evaluation, Errors):
+        total = _some(evaluation.weight)
+        return {
+            "rmse": (evaluation.squared / total) ** 0.5,
+            "mae": evaluation.absolute / total,
+            "prediction_mean": evaluation.prediction / total,
+            "label_mean": evaluation.label / total,
+            "examples": evaluation.examples,
+        }
     clicks = float(evaluation.positives.sum())
-    total = clicks + float(evaluation.negatives.sum())
-    if total == 0:
-        raise ValueError(
-            "no example of weight above 0 was evaluated: the data is empty, or its iterator was used up before."
-        )
+    total = _some(clicks + float(evaluation.negatives.sum()))
     loss = evaluation.loss / total
     return {
         "auc": _auc_of_bins(evaluation.positives, evaluation.negatives),
@@ -107,8 +139,24 @@ def summarize(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
+def _some(weight: float) -> float:
+    if weight == 0:
+        raise ValueError(
+            "no example of weight above 0 was evaluated: the data is empty, or its iterator was used up before."
+        )
+    return weight
+
+
 def _clicks(logit, label, weight):
-    """Validate logits, labels and weights, and return those of the examples of weight above 0, f64[n] each."""
+    """As `_counting`, of labels 0 and 1."""
+    logit, label, weight = _counting(logit, label, weight)
+    binary = (label == 0) | (label == 1)
+    _refuse(ValueError, label, binary, "label", "labels of clicks are 0 or 1: map yours to them")
+    return logit, label, weight
+
+
+def _counting(logit, label, weight):
+    """Validate logits and weights, and return the examples of weight above 0, f64[n] each."""
     weight = np.ones(np.shape(logit)) if weight is None else weight
     logit, label, weight = (np.asarray(a, np.float64) for a in (logit, label, weight))
     if not logit.ndim == 1 or not logit.shape == label.shape == weight.shape:
@@ -121,8 +169,6 @@ def _clicks(logit, label, weight):
     counts = weight > 0
     if not counts.all():
         logit, label, weight = logit[counts], label[counts], weight[counts]
-    binary = (label == 0) | (label == 1)
-    _refuse(ValueError, label, binary, "label", "labels of clicks are 0 or 1: map yours to them")
     remedy = "the model has diverged or its input is not finite: look at the learning rates and the dense features"
     _refuse(FloatingPointError, logit, np.isfinite(logit), "logit", remedy)
     return logit, label, weight

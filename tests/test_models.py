@@ -20,6 +20,8 @@ from jaxrec.models import (
     DCNv2,
     DeepFM,
     FinalMLP,
+    MMoE,
+    SharedBottom,
     Side,
     WideAndDeep,
     dlrm,
@@ -42,6 +44,10 @@ MODELS = {
     "deepfm": DeepFM((32, 16)),
     "finalmlp": FinalMLP(((16,), (16,)), gate=8, heads=4),
 }
+OF_SEVERAL = {
+    "shared_bottom": SharedBottom(labels=3, bottom=(32, 16), tower=(8,)),
+    "mmoe": MMoE(labels=3, experts=4, expert=(32, 16), tower=(8,)),
+}
 T = 6
 
 
@@ -60,9 +66,41 @@ def test_one_logit_an_example_whatever_the_others_are(name):
     np.testing.assert_allclose(alone, logit[:3], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "din", "side"])
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_an_output_for_each_label_of_an_example_whatever_the_others_are(name):
+    model, (dense, activations) = OF_SEVERAL[name], inputs()
+    params = model.init(jax.random.key(0), dense, activations)
+    found = model.apply(params, dense, activations)
+    assert found.shape == (B, 3) and found.dtype == jnp.float32
+    alone = [model.apply(params, dense[i : i + 1], activations[i : i + 1])[0] for i in range(3)]
+    np.testing.assert_allclose(alone, found[:3], rtol=1e-4, atol=1e-5)
+
+
+def test_a_mixture_of_experts_is_what_its_equations_say():
+    model, (dense, activations) = OF_SEVERAL["mmoe"], inputs(1)
+    of = jax.tree.map(np.asarray, model.init(jax.random.key(1), dense, activations)["params"])
+    x = np.concatenate([dense, activations.reshape(B, -1)], axis=1).astype(np.float64)
+
+    def tower(name, x):
+        for number in range(len(of[name]) // 2):
+            x = np.maximum(x @ of[name][f"kernel_{number}"] + of[name][f"bias_{number}"], 0)
+        return x
+
+    experts = np.stack([tower(f"expert_{i}", x) for i in range(4)], axis=1)
+    for k in range(3):
+        gate = np.exp(x @ of[f"gate_{k}"]["kernel"])
+        mixed = (gate[:, :, None] * experts).sum(axis=1) / gate.sum(axis=1, keepdims=True)
+        output = tower(f"tower_{k}", mixed) @ of[f"output_{k}"]["kernel"] + of[f"output_{k}"]["bias"]
+        found = model.apply({"params": of}, dense, activations)[:, k]
+        np.testing.assert_allclose(found, output[:, 0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OF_SEVERAL, "din", "side"])
 def test_models_are_exported_for_batches_of_any_size(name):
-    model, (dense, activations) = (MODELS | {"din": DIN((16,), (8,)), "side": Side((16, 4))})[name], inputs()
+    model, (dense, activations) = (
+        (MODELS | OF_SEVERAL | {"din": DIN((16,), (8,)), "side": Side((16, 4))})[name],
+        inputs(),
+    )
     args = {"din": (dense, activations, *history()), "side": (activations, dense)}.get(name, (dense, activations))
     params = model.init(jax.random.key(0), *args)
     (batch,) = jax.export.symbolic_shape("batch")
@@ -73,9 +111,9 @@ def test_models_are_exported_for_batches_of_any_size(name):
         np.testing.assert_allclose(exported.call(params, *some), model.apply(params, *some), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OF_SEVERAL])
 def test_gradients_reach_every_parameter_and_every_embedding(name):
-    model, (dense, activations) = MODELS[name], inputs()
+    model, (dense, activations) = (MODELS | OF_SEVERAL)[name], inputs()
     params = model.init(jax.random.key(0), dense, activations)
     loss = lambda p, a: jnp.sum(model.apply(p, dense, a) ** 2)
     by_params, by_activations = jax.grad(loss, argnums=(0, 1))(params, activations)

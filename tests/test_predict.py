@@ -27,6 +27,7 @@ from main.recorder import Recorder
 from main.signals import Asked
 from main.subsets import fields_of
 from main.table_data import spec_of, table_of, with_vocabulary
+from main.targets import CLICK
 from main.trained import open_run, vocabularies_of
 from trained_run import STEPS, criteo_run, synthetic_run, tabular_run, without_labels
 
@@ -463,7 +464,10 @@ def test_segments_have_names_and_groups_may_be_numbers(tmp_path, capsys):
         assert row == "1" or results[f"segment_item_{row}_examples"] == sizes[name]
     assert {results[f"segment_age_{row}_name"] for row in range(4)} == {"<missing>", "below 18", "18 to 30", "from 30"}
     # Columns that the rows do not keep, or of which they keep several values.
-    numbers, categories = "item, age, price; another column must be a", "item, age; another .* a Dense with buckets of"
+    numbers, categories = (
+        "item, age, price; another column must be a",
+        "item, age; another .* a Dense with buckets or a key of",
+    )
     for name, flags, rule in (
         ("hour", {"group": "hour"}, numbers), ("seen", {"group": "seen"}, numbers),
         ("price", {"segments": ("price",)}, categories),
@@ -481,11 +485,17 @@ def test_segments_have_names_and_groups_may_be_numbers(tmp_path, capsys):
     assert "rows have no names: " in capsys.readouterr().err
 
 
+def clicks(logit, label, weight):
+    """Predictions of one label."""
+    total = evaluate.metrics.evaluate_batch(logit, label, weight)
+    rows = np.arange(len(logit))
+    return evaluate.Predictions(CLICK, logit[:, None], label[:, None], weight, [total], {}, {}, {}, rows)
+
+
 def test_tenths_hold_all_rows_and_what_was_clicked():
     draw = np.random.default_rng(0)
     logit, label = draw.normal(size=1003).astype(np.float32), (draw.random(1003) < 0.3).astype(np.uint8)
-    total = evaluate.metrics.evaluate_batch(logit, label, np.ones(1003))
-    found = evaluate.figures(evaluate.Predictions(logit, label, np.ones(1003, np.float32), total, {}, {}))
+    found = evaluate.figures(clicks(logit, label, np.ones(1003, np.float32)))
     of = lambda key: np.array([found[f"tenth_{i}_{key}"] for i in range(1, 11)])
     assert of("rows").sum() == 1003 and (np.diff(of("predicted")) > 0).all()
     assert (of("rows") * of("clicked")).sum() == pytest.approx(label.sum())
@@ -501,8 +511,7 @@ def test_a_weight_is_as_many_equal_rows(weight):
     weight = np.tile(np.float32(weight), 200)
 
     def figures(logit, label, weight, user):
-        total = evaluate.metrics.evaluate_batch(logit, label, weight)
-        found = evaluate.figures(evaluate.Predictions(logit, label, weight, total, {}, {}))
+        found = evaluate.figures(clicks(logit, label, weight))
         parts = subsets.figures(logit, label, weight, {"user": user}, "user", ["user"], 0)
         return found | {key: value for key, value in parts.items() if not key.endswith(("examples", "counted"))}
 

@@ -102,12 +102,24 @@ def test_the_validation_chooses_and_the_test_set_is_shown_of_the_chosen_arm_alon
         sweep.chosen(found, "pls")
 
 
-@pytest.mark.parametrize(("metric", "worth"), sweep.METRICS.items())
-def test_the_better_direction_of_each_metric_is_known(metric, worth):
+@pytest.mark.parametrize("metric", [*sweep.METRICS, "validation_like_auc", "test_like_log_loss", "test_price_mae"])
+def test_the_better_direction_of_each_metric_is_known(metric):
     found = {
         arm: [{metric: value, metric.replace("validation", "test"): value}] for arm, value in (("a", 0.1), ("b", 0.2))
     }
-    less = ("log_loss", "normalized_entropy", "seconds", "percent", "stall_s", "share", "gap_steps", "spread", "pls")
+    less = (
+        "log_loss",
+        "normalized_entropy",
+        "rmse",
+        "mae",
+        "seconds",
+        "percent",
+        "stall_s",
+        "share",
+        "gap_steps",
+        "spread",
+        "pls",
+    )
     assert sweep.chosen(found, metric)["chosen"] == ("a" if metric.endswith((*less, "lost_steps")) else "b")
 
 

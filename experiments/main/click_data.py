@@ -24,12 +24,14 @@ import numpy as np
 import optax
 
 from jaxrec.bounds import whole_number
+from jaxrec.data.blocks import keys_of
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
 from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 from main.model import Model, as_functions
+from main.targets import CLICK, Target, Targets, losses, of_each
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
 TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
@@ -37,12 +39,14 @@ _ORDER = 4  # random stream, distinct from those of the synthetic log
 
 
 class ClickJob(NamedTuple):
-    """A click model over embedding tables: its task, initial parameters and predictions."""
+    """A model over embedding tables that predicts clicks or other labels: its task, initial parameters, predictions."""
 
     task: Task
     init: Callable[[int], Any]  # seed -> dense parameters
-    predict: Callable  # (params, activations {'sparse': f32[B, F, E]}, batch) -> logit f32[B]
+    # (params, activations {'sparse': f32[B, F, E]}, batch) -> f32[B], or f32[B, K] of K labels: see `Target.prediction`
+    predict: Callable
     stateful: bool = False  # whether a step changes more than the parameters, such as statistics of batch norm
+    targets: Targets = CLICK
 
     @property
     def spec(self) -> EmbeddingSpec:
@@ -94,18 +98,30 @@ def job_of_model(
     spec: EmbeddingSpec,
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
+    targets: Targets = CLICK,
 ) -> ClickJob:
-    """Build the job of a model whose inputs are a function of activations and batch."""
+    """Build the job of a model whose inputs are a function of activations and batch.
+
+    Raises:
+      ValueError: the model has not one output for each of the targets.
+    """
+    if model.shape != (len(targets),) and (model.shape or len(targets) > 1):
+        raise ValueError(
+            f"the model has outputs of shape {['B', *model.shape]} for {len(targets)} labels "
+            f"({', '.join(one.name for one in targets)}): give --model shared_bottom or mmoe, or one of your own that "
+            f"returns f32[B, {len(targets)}]."
+        )
 
     def predict(params, activations, batch):
-        return model.predict(params, *inputs(activations, batch))
+        outputs = model.predict(params, *inputs(activations, batch))
+        return of_each(targets, outputs, Target.prediction)
 
     def loss_of(params, activations, batch, rng=None):
         # What pads a batch is left out of the statistics of a model; a batch of padding alone would have none.
         counts = (batch.weight > 0) | (batch.weight.sum() == 0) if model.changes else None
-        logit, variables = model.train(params, counts, rng, *inputs(activations, batch))
-        losses = optax.sigmoid_binary_cross_entropy(logit, batch.label)
-        return (losses, {}, variables) if model.changes else losses
+        outputs, variables = model.train(params, counts, rng, *inputs(activations, batch))
+        found = losses(targets, outputs, batch.label)
+        return (found, {}, variables) if model.changes else found
 
     def loss(params, activations, batch):
         return loss_of(params, activations, batch)
@@ -117,7 +133,7 @@ def job_of_model(
         task = Task(spec, random_loss, optimizer, row_optimizer, seed=spec.seed)
     else:
         task = Task(spec, loss, optimizer, row_optimizer)
-    return ClickJob(task, model.init, predict, model.changes)
+    return ClickJob(task, model.init, predict, model.changes, targets)
 
 
 class Data(NamedTuple):
@@ -135,6 +151,9 @@ class Data(NamedTuple):
     expectation: str = ""  # result to expect, in words
     table: Mapping[str, Any] | None = None  # metadata of a prepared table
     best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
+    targets: Targets = CLICK
+    # (column that the schema calls a key, 'test' or 'validation') -> its value in each row, S[n]
+    keys: Callable[[str, str], np.ndarray] | None = None
 
     def examples_after(self, step: int) -> int:
         """Return the number of examples trained after `step` steps; the last batch of an epoch may be padded."""
@@ -262,6 +281,7 @@ def data_of_blocks(
         _over_epochs(epoch_steps, int(total), batches),
         lambda: iter(Loader(test, TEST_BATCH)),
         None if validation is None else lambda: iter(Loader(validation, TEST_BATCH)),
+        keys=lambda name, which: keys_of(validation if which == "validation" else test, name),
     )
 
 

@@ -30,6 +30,7 @@ from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
 from main.learning import Learning
 from main.recovering import CPRKind, Periodic, Recovering, Unprotected
 from main.sources import SOURCES, Criteo, DataKind, Synthetic, Tabular
+from main.targets import Target
 from main.trainers import LockStep, One, Processes, Replicas, ShadowKind, Threads, Where
 
 
@@ -38,8 +39,16 @@ class AtTheEnd:
     """The test set alone, once training is over."""
 
     @property
-    def monitored(self) -> str | None:
-        """Figure of the validation by which the best state is kept; None to keep none."""
+    def keeps_best(self) -> bool:
+        """Whether the best state is kept."""
+        return False
+
+    def monitored(self, main: Target) -> str | None:
+        """Return the figure of the main label in the validation by which the best state is kept; None to keep none.
+
+        Raises:
+          ValueError: the label has no such figure.
+        """
         return None
 
     def check(self) -> None:
@@ -56,16 +65,30 @@ class Evaluations(AtTheEnd):
     evaluations: int = 8
     """Number of evaluations of the validation set (without one, of the test set), evenly over the run."""
     patience: int | None = None
-    """Stop after this many evaluations without a better one (by --monitor, the AUC unless it is given), and keep and
-    test the best state."""
-    monitor: Literal["auc", "log_loss", "gauc"] | None = None
+    """Stop after this many evaluations without a better one (by --monitor; by the AUC, or the RMSE of a regression,
+    unless it is given), and keep and test the best state."""
+    monitor: Literal["auc", "log_loss", "gauc", "rmse", "mae"] | None = None
     """Keep and test the state that is the best by this figure of the validation, also without --patience."""
     group: str | None = None
-    """A categorical field, such as the user: evaluations also give the mean AUC within its categories (GAUC)."""
+    """A field or a key of the schema, such as the user: evaluations also give the mean AUC within it (GAUC)."""
 
     @property
-    def monitored(self) -> str | None:
-        return self.monitor or (None if self.patience is None else "auc")
+    def keeps_best(self) -> bool:
+        return self.monitor is not None or self.patience is not None
+
+    def monitored(self, main: Target) -> str | None:
+        known = ["rmse", "mae"] if main.moments else ["auc", "log_loss", "gauc"]
+        refuse(
+            {
+                f"--monitor {self.monitor} is no figure of {main.name!r}: give one of {', '.join(known)}.": (
+                    self.monitor is not None and self.monitor not in known
+                ),
+                f"--group {self.group} is for labels of 0 and 1, and {main.name!r} is a regression: leave it out.": (
+                    self.group is not None and main.moments is not None
+                ),
+            }
+        )
+        return self.monitor or (None if self.patience is None else main.metric)
 
     def check(self) -> None:
         refuse(
@@ -130,7 +153,7 @@ class Config:
                 belongs("table_directory", directory, "a single seed"): (directory is not None and self.seeds > 1),
             }
         )
-        if isinstance(looks, Evaluations) and looks.monitored and not source.has_validation():
+        if isinstance(looks, Evaluations) and looks.keeps_best and not source.has_validation():
             name = "monitor" if looks.patience is None else "patience"
             reader = "a run with a validation, of --validation-fraction 0.1, say, or of the schema's split"
             raise ValueError(belongs(name, getattr(looks, name), reader))

@@ -36,17 +36,20 @@ class Learning:
     """Model, and optimizers of its dense parameters and rows."""
 
     model: str = "dlrm"
-    """dlrm, dcnv2, lr, fm, dnn, wide_deep, deepfm, finalmlp, din or small_dlrm; or one's own, as FILE.py:NAME, see
-    docs/your_model.md."""
+    """dlrm, dcnv2, lr, fm, dnn, wide_deep, deepfm, finalmlp, din or small_dlrm; for several labels shared_bottom or
+    mmoe; or one's own, as FILE.py:NAME, see docs/your_model.md."""
     embedding_width: int = 16
     layers: tuple[int, ...] | None = None
-    """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower."""
+    """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower; of
+    shared_bottom and mmoe those that the labels share."""
     activation: Literal["relu", "leaky_relu", "gelu", "silu", "tanh"] = "relu"
     """Activation of these layers, and of those of DLRM before the interaction."""
     dropout: float = 0.0
     """Portion of the values of each of these layers that is dropped in training."""
     batch_norm: bool = False
     """Normalise each of these layers by the batch, before its activation."""
+    experts: int | None = None
+    """Number of experts of mmoe; default 8."""
     optimizer: Literal["adam", "adagrad", "sgd"] = "adam"
     """Optimizer of the dense parameters."""
     learning_rate: float = 1e-3
@@ -91,10 +94,10 @@ class Learning:
           shards: S, of every table.
           seed: of the initial rows.
         """
-        model = model_of(dataclasses.asdict(self), self.embedding_width)
+        model = model_of(dataclasses.asdict(self), self.embedding_width, len(data.targets))
         how = *self.optimizers(steps), self.embedding_width, shards, seed
         if data.table is not None:
-            return table_job(data.table, model, *how)
+            return table_job(data.table, model, *how, data.targets)
         return click_job(data.cardinalities, model, *how)
 
     def of_run(self, directory: Path) -> "Learning":

@@ -2,7 +2,8 @@
 
     model = as_functions(make_model("deepfm", 16, dropout=0.2), examples)
 
-A model takes dense features f32[B, N] and activations f32[B, F, E] and returns a logit f32[B]. It is a module of Linen,
+A model takes dense features f32[B, N] and activations f32[B, F, E] and returns an output f32[B], such as a logit, or
+f32[B, K] for K labels. It is a module of Linen,
 or a class of NNX, which is made of these sizes.
 """
 
@@ -23,7 +24,7 @@ from flax import nnx
 from flax.errors import InvalidRngError
 
 from jaxrec.files import write_text
-from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, WideAndDeep
+from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, MMoE, SharedBottom, WideAndDeep
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": nn.relu, "leaky_relu": nn.leaky_relu, "gelu": nn.gelu, "silu": nn.silu, "tanh": nn.tanh,
@@ -35,10 +36,11 @@ class Model(NamedTuple):
     """A model as pure functions of variables, a dict of 'params' and other collections, and its inputs."""
 
     init: Callable[[int], Any]  # seed -> variables
-    predict: Callable[..., jax.Array]  # (variables, *inputs) -> logit f32[B]
-    train: Callable[..., tuple]  # (variables, counts bool[B], rng, *inputs) -> (logit, {collection: new value})
+    predict: Callable[..., jax.Array]  # (variables, *inputs) -> output f32[B] or f32[B, K]
+    train: Callable[..., tuple]  # (variables, counts bool[B], rng, *inputs) -> (output, {collection: new value})
     random: bool  # whether `train` needs rng; else that is None
     changes: bool  # whether there are other collections than 'params'
+    shape: tuple[int, ...]  # of the output of one example
 
 
 def make_model(name: str, width: int, **flags: Any) -> Any:
@@ -50,8 +52,9 @@ def make_model(name: str, width: int, **flags: Any) -> Any:
     Args:
       name: built-in model, or FILE.py:NAME.
       width: E.
-      flags: `layers`, sizes of the tower (of DLRM, that after the interaction), or of each of two; `activation`,
-        `dropout` and `batch_norm` of all layers of towers.
+      flags: `layers`, sizes of the tower (of DLRM, that after the interaction; of shared_bottom and mmoe, the common
+        ones), or of each of two; `activation`, `dropout` and `batch_norm` of all layers of towers; `experts` of mmoe,
+        and `labels`, K.
 
     Returns:
       A Linen module, or a class of NNX.
@@ -66,6 +69,8 @@ def _maker(
     activation: str = "relu",
     dropout: float = 0.0,
     batch_norm: bool = False,
+    experts: int | None = None,
+    labels: int = 1,
 ) -> Callable[[], Any]:
     """Return what builds a model, after a check of its name and flags."""
     own = is_own(name)
@@ -85,9 +90,13 @@ def _maker(
         "deepfm": lambda: DeepFM(sized, **how),
         "finalmlp": lambda: FinalMLP((sized, sized), **how),
         "din": lambda: DIN(sized, **how),
+        "shared_bottom": lambda: SharedBottom(labels=labels, bottom=sized, **how),
+        "mmoe": lambda: MMoE(labels=labels, experts=experts or 8, expert=sized, **how),
     }
     if name not in models and not own:
         raise ValueError(f"model={name!r} must be one of {', '.join(models)}, or FILE.py:NAME.")
+    if experts and name != "mmoe":
+        raise ValueError(f"model={name!r} has no experts: leave out --experts, or give --model mmoe.")
     if own or name in ("lr", "fm"):
         given = {"layers": layers, "activation": activation != "relu", "dropout": dropout, "batch_norm": batch_norm}
         for flag in (flag for flag, value in given.items() if value):
@@ -96,9 +105,9 @@ def _maker(
     return functools.partial(own_model, name) if own else models[name]
 
 
-def model_of(flags: Mapping[str, Any], width: int) -> Any:
-    """Build the model of the flags of a run; those that an older run lacks have their defaults."""
-    return _maker(flags["model"], width, **_given(flags))()
+def model_of(flags: Mapping[str, Any], width: int, labels: int = 1) -> Any:
+    """Build the model of the flags of a run for K labels; flags that an older run lacks have their defaults."""
+    return _maker(flags["model"], width, labels=labels, **_given(flags))()
 
 
 def check_model(flags: Mapping[str, Any], width: int) -> None:
@@ -109,7 +118,8 @@ def check_model(flags: Mapping[str, Any], width: int) -> None:
 
 
 def _given(flags):
-    return {name: flags[name] for name in ("layers", "activation", "dropout", "batch_norm") if name in flags}
+    names = ("layers", "activation", "dropout", "batch_norm", "experts")
+    return {name: flags[name] for name in names if name in flags}
 
 
 def is_own(name: str) -> bool:
@@ -200,8 +210,9 @@ def as_functions(model: Any, examples: Sequence[jax.Array]) -> Model:
 def _of_linen(module, examples):
     takes = inspect.signature(type(module).__call__).parameters
     given = lambda **how: {name: value for name, value in how.items() if name in takes}
+    of_seed = lambda seed: module.init_with_output(jax.random.key(seed), *examples, **given(train=False, counts=None))
     init = lambda seed: module.init(jax.random.key(seed), *examples, **given(train=False, counts=None))
-    variables = jax.eval_shape(init, 0)
+    output, variables = jax.eval_shape(of_seed, 0)
     mutable = [name for name in variables if name != "params"]
 
     def call(variables, train, counts, rng, *inputs):
@@ -224,7 +235,7 @@ def _of_linen(module, examples):
         random = False
     except InvalidRngError:
         random = True
-    return Model(init, predict, train, random, bool(mutable))
+    return Model(init, predict, train, random, bool(mutable), output.shape[1:])
 
 
 def _of_nnx(make, examples):
@@ -272,4 +283,5 @@ def _of_nnx(make, examples):
         return logit, {"state": nnx.to_pure_dict(after)} if changes else {}
 
     predict = lambda variables, *inputs: call(predicting, variables, None, jax.random.key(0), *inputs)[0]
-    return Model(init, predict, train, random, changes)
+    shape = jax.eval_shape(lambda: predict(init(0), *examples)).shape[1:]
+    return Model(init, predict, train, random, changes, shape)

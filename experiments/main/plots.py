@@ -344,16 +344,17 @@ def _has_intervals(axis):
 # A run of train.py: its table, and its curves of learning, speed and techniques.
 
 
-def _evaluated(of: str) -> list[Line]:
+def _evaluated(of: str) -> list[str | Line]:
     return [
         Line(f"{of}_auc", "AUC"), Line(f"{of}_gauc", "AUC within groups (GAUC)"), Line(f"{of}_log_loss", "log loss"),
         Line(f"{of}_normalized_entropy", "normalized entropy"),
         Line(f"{of}_calibration", "calibration, predicted over true clicks"),
-        Line(f"{of}_label_mean", "clicks", "%", 100), Line(f"{of}_examples", "examples"),
+        Line(f"{of}_rmse", "RMSE"), Line(f"{of}_mae", "MAE"), Line(f"{of}_examples", "examples"), f"{of}_",
     ]  # fmt: skip
 
 
-TABLE = {
+SETS = {"Test set": "test", "Validation": "validation"}
+TABLE: dict[str, Sequence[str | Line]] = {
     "Test set": [
         *_evaluated("test"), Line("teacher_auc", "AUC of the teacher"),
         Line("teacher_normalized_entropy", "normalized entropy of the teacher"),
@@ -389,19 +390,30 @@ _DONE = {
 def table(results: Mapping[str, Any]) -> str:
     """Format the results of a run."""
     of = "at the last evaluation" if results.get("best_step") is None else "of the best state"
-    return listing(results, {f"{title}, {of}" if title == "Validation" else title: TABLE[title] for title in TABLE})
+    groups: dict[str, Sequence[str | Line]] = {}
+    for title, lines in TABLE.items():
+        groups[f"{title}, {of}" if title == "Validation" else title] = lines
+    for name in results.get("labels", [])[1:]:  # first, as the prefixes of the sets would take them
+        others = {f"{title}, {name!r}": _evaluated(f"{which}_{name}") for title, which in SETS.items()}
+        groups = others | groups
+    return listing({key: value for key, value in results.items() if key != "labels"}, groups)
 
 
 def draw(path: Path, history: Sequence[Mapping], results: Mapping, watched: str, failures: Sequence[Mapping]) -> bool:
     """Plot the curves of a run over its examples, with a panel for each figure of an active technique."""
     best = results.get("teacher_auc")
-    loss = {"train": line(history, "train_loss"), watched: line(history, f"{watched}_log_loss")}
-    auc = {"model": line(history, f"{watched}_auc")}
-    panels = {"log loss": loss, f"{watched} AUC": auc, "examples/s": {"": rates(history)}}
+    trained = {"train": line(history, "train_loss")}
+    if "test_rmse" in results:
+        panels = {"training loss": trained, f"{watched} RMSE": {"model": line(history, f"{watched}_rmse")}}
+    else:
+        panels = {"log loss": trained | {watched: line(history, f"{watched}_log_loss")}}
+        panels |= {f"{watched} AUC": {"model": line(history, f"{watched}_auc")}}
+    panels |= {"examples/s": {"": rates(history)}}
     panels |= {label: {"": line(history, name)} for label, name in _DONE.items() if _is_in(history, name)}
     step = results.get("best_step")
     after = f"after {results['examples']:,} examples" if step is None else f"of the best state, that of step {step:,}"
-    title = f"Test AUC {results['test_auc']:.4f} {after}"
+    metric = "rmse" if "test_rmse" in results else "auc"
+    title = f"Test {metric.upper()} {results[f'test_{metric}']:.4f} {after}"
     title += f", where the teacher of the data has {best:.4f}" if best else ""
     levels = {f"{watched} AUC": {"teacher": best}}
     return plot(path, panels, "examples", title + _told(failures), marks=marks(failures), levels=levels)

@@ -22,7 +22,6 @@ from jaxrec.checkpoint import Checkpointer, DamagedImage, images, read_manifest,
 from jaxrec.cluster.pool import PoolStats, TrainerPool, image_of
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.embedding import HostTables, Tables
-from jaxrec.loop import evaluate
 from jaxrec.prefetch import planned
 from jaxrec.sharding import mean_replica
 from jaxrec.types import Batch, ShardsLost
@@ -33,6 +32,7 @@ from main.homes import Host, Servers
 from main.recorder import check_vocabulary
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
+from main.targets import evaluate
 from main.trainers import Processes
 
 SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
@@ -106,7 +106,7 @@ def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, 
             with Checkpointer(directory, copy="whole" if here else "shards", run=run.id) as checkpointer:
                 checkpointer.save(last, extra | {"examples": stats.examples})
             with contextlib.closing(planned(job.spec, data.test())) as pairs:
-                found = evaluate(last, asked.each(pairs), job.eval_step())
+                found = evaluate(last, asked.each(pairs), job.eval_step(), job.targets)
         except (ShardsLost, RuntimeError) as error:  # of a server at rest; of a trainer that has failed
             raise OSError(f"{error}; {go_on_with(run)}") from error
         except Stopped as stopped:

@@ -15,7 +15,6 @@ from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
-from jaxrec.loop import evaluate
 from jaxrec.prefetch import planned
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
@@ -25,9 +24,11 @@ from main.click_data import Data
 from main.saving import Best
 from main.signals import Asked, Stopped
 from main.subsets import fields_of
+from main.targets import evaluate
 
 LOSSES = 50  # averaged in a row of metrics
 _KEPT = 400  # steps of losses to keep, as a save beside training may be of an earlier step
+_TOLD = {"auc": "AUC", "log_loss": "log loss", "rmse": "RMSE", "mae": "MAE"}
 _NOT_OF_RESULTS = ("step", "train_loss", "failures")  # in rows only
 _SHORT = {
     "stale_share": "stale", "sync_gap_steps": "gap", "replica_spread": "spread", "pls": "pls", "rows_saved": "rows",
@@ -134,7 +135,7 @@ class Recorder:
       past: record of the run before that step.
       asked: whether to stop; an evaluation then breaks off.
       evaluations: number of evaluations, evenly over the run.
-      group: field within whose categories AUCs are averaged too (GAUC).
+      group: field or key within which AUCs are averaged too (GAUC).
       figures: (state, metrics of the step) -> figures of the active techniques.
     """
 
@@ -151,6 +152,7 @@ class Recorder:
         before = past.extra.get("train_losses", ())
         self._losses: dict[int, Any] = {first - len(before) + 1 + i: loss for i, loss in enumerate(before)}
         self._capacity: dict[int, Any] = {first: past.extra.get("capacity")}
+        self._kept_keys: dict[str, np.ndarray] = {}  # of the validation or the test, numbered
         self._failures: Failures | None = None
         self._failed_before = [*past.extra.get("failures", ())]
         self.bar = tqdm(
@@ -257,8 +259,9 @@ class Recorder:
                     best.offer(state, row)
                 self.history.append(row)
                 self.run.log(row)
-                auc, log_loss = (row[f"{self.watched}_{name}"] for name in ("auc", "log_loss"))
-                say(f"step {step}: {self.watched} AUC {auc:.4f}, log loss {log_loss:.4f}")
+                shown = {word: row.get(f"{self.watched}_{name}") for name, word in _TOLD.items()}
+                words = [f"{word} {value:.4f}" for word, value in shown.items() if value is not None]
+                say(f"step {step}: {self.watched} {', '.join(words)}")
         finally:  # also if lost shards end the evaluation, which is then repeated
             self.since = time.perf_counter()
 
@@ -270,20 +273,32 @@ class Recorder:
         """
         state = with_mean_replica(state)
         batches = (self.data.validation if which == "validation" else None) or self.data.test
-        seen: list[tuple[np.ndarray, ...]] = []  # logit, label, group and weight of each batch
+        seen: list[tuple[np.ndarray, ...]] = []  # logit, label, weight, and the group if it is a field
+        table = self.data.table
+        of_key = table is not None and self.group in table.get("keys", ())
 
         def predict(state, batch, plans):
             logit = np.asarray(self.eval_step(state, batch, plans))
             if self.group is not None:
-                group = fields_of(self.spec, batch, [self.group])[self.group]
-                seen.append((logit, np.asarray(batch.label), group, np.asarray(batch.weight)))
+                group = [] if of_key else [fields_of(self.spec, batch, [self.group], table)[self.group]]
+                main = (np.asarray(array).reshape(len(logit), -1)[:, 0] for array in (logit, batch.label))
+                seen.append((*main, np.asarray(batch.weight), *group))
             return logit
 
         with contextlib.closing(planned(self.spec, batches())) as pairs:
-            found = evaluate(state, self.asked.each(pairs), predict)
+            found = evaluate(state, self.asked.each(pairs), predict, self.data.targets)
         if self.group is not None:
-            found["gauc"] = group_auc(*map(np.concatenate, zip(*seen, strict=True)))["gauc"]
+            logit, label, weight, *fields = map(np.concatenate, zip(*seen, strict=True))
+            group = fields[0] if fields else self._keys(which, len(logit))
+            found["gauc"] = group_auc(logit, label, group, weight)["gauc"]
         return {f"{which}_{key}": value for key, value in found.items()}
+
+    def _keys(self, which: str, rows: int) -> np.ndarray:
+        """Return the key by which AUCs are grouped, of all rows in order and of those that pad the last batch."""
+        assert self.data.keys is not None and self.group is not None
+        if which not in self._kept_keys:
+            _, self._kept_keys[which] = np.unique(self.data.keys(self.group, which), return_inverse=True)
+        return np.pad(self._kept_keys[which], (0, rows - len(self._kept_keys[which])))
 
     def results(self, best: Best | None = None) -> dict[str, Any]:
         """Return the part of results.json about training; figures of the validation are those of the best state."""
@@ -291,6 +306,8 @@ class Recorder:
         results = {"steps": last["step"], "batch_size": self.data.batch_size} | {
             key: last[key] for key in last if key not in _NOT_OF_RESULTS
         }
+        if len(self.data.targets) > 1:
+            results["labels"] = [target.name for target in self.data.targets]
         if best is not None:
             results |= best.results() | {"stopped_early": last["step"] < self.data.steps}
         return results | self.data.best | {"examples_per_s": last["examples"] / max(last["train_seconds"], 1e-9)}

@@ -17,7 +17,7 @@ import numpy as np
 _UNITS = {"ms": "ms", "mb": "MB", "percent": "%", "hours": "h", "seconds": "s", "minutes": "min"}
 _BESIDE = ("low", "high", "half_interval", "half_width", "min", "max")
 # Metrics of a set of examples, and whether more (1) or less (-1) of one is better.
-QUALITY = {"auc": 1, "gauc": 1, "log_loss": -1, "normalized_entropy": -1}
+QUALITY = {"auc": 1, "gauc": 1, "log_loss": -1, "normalized_entropy": -1, "rmse": -1, "mae": -1}
 
 
 class Figure(NamedTuple):

@@ -17,6 +17,7 @@ from jaxrec.files import local_path
 from main.cli import belongs, refuse, say
 from main.click_data import Data, criteo_clicks, data_of_blocks, synthetic_clicks
 from main.table_data import open_rows, table_of
+from main.targets import Targets, targets_of
 
 DataKind = Literal["synthetic", "criteo", "tabular"]
 # {preset: (rows, steps, test batches)} of the synthetic log, and the AUC of DLRM with seed 0 and no other flags.
@@ -188,7 +189,13 @@ class Criteo(Files):
 class Tabular(Files):
     """A table that prepare.py --schema has prepared."""
 
+    read_by: ClassVar = "--data tabular"
     data: DataKind = "tabular"
+    labels: tuple[str, ...] = ()
+    """Labels of the schema to predict; the first of them is the main one, whose figures are plain. Default: the first
+    of the schema."""
+    label_weights: tuple[float, ...] = ()
+    """Weight of the loss of each of --labels; default 1 each."""
 
     def check(self) -> None:
         super().check()
@@ -215,18 +222,29 @@ class Tabular(Files):
             raise ValueError(
                 f"--validation-fraction {share}: {directory} has validation rows of its own. Leave it out."
             )
+        targets = targets_of(table, self.labels, self.label_weights)
         data = data_of_blocks(
-            open_rows(directory, "train"), open_rows(directory, "test"),
-            open_rows(directory, "validation") if own else None, batch_size=self.batch_size, steps=self.steps,
+            open_rows(directory, "train", targets), open_rows(directory, "test", targets),
+            open_rows(directory, "validation", targets) if own else None, batch_size=self.batch_size, steps=self.steps,
             at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom", **self._how(seed),
         )  # fmt: skip
-        mean, label = metadata["label_mean"]["train"], table["labels"][0]
         return data._replace(
             cardinalities=tuple(table["tables"].values()),
             vocabulary_digest=table["digest"],
             table=table,
-            expectation=f"nobody knows; the first label, {label!r}, is 1 in {mean:.4f} of the training rows",
+            targets=targets,
+            expectation=expectation(targets, table, metadata["label_mean"]["train"]),
         )
+
+
+def expectation(targets: Targets, table: Mapping[str, Any], mean: float) -> str:
+    """Say what is known of the main label before training; `mean` is that of the first label of the table."""
+    first = targets[0]
+    if first.moments is not None:
+        return f"nobody knows; {first.name!r} has the deviation {first.moments[1]:.4g}, the RMSE of its mean"
+    if first.name != table["labels"][0]:
+        return "nobody knows"
+    return f"nobody knows; the first label, {first.name!r}, is 1 in {mean:.4f} of the training rows"
 
 
 SOURCES: dict[DataKind, type[Source]] = {"synthetic": Synthetic, "criteo": Criteo, "tabular": Tabular}

@@ -53,12 +53,13 @@ def grouping_fields(spec: EmbeddingSpec, table: Table = None) -> dict[str, tuple
 
 def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str], table: Table = None) -> dict[str, bool]:
     """Return {problem and remedy: whether it applies} for fields that the rows of the run lack."""
-    flags = [("group", "value", "Dense", grouping_fields(spec, table), [group] if group else [])]
-    flags += [("segments", "category", "Dense with buckets", single_fields(spec, table), [*segments])]
+    keys = [] if table is None else table.get("keys", [])
+    flags = [("group", "value", "Dense", [*grouping_fields(spec, table), *keys], [group] if group else [])]
+    flags += [("segments", "category", "Dense with buckets", [*single_fields(spec, table), *keys], [*segments])]
     return {
         f"--{flag} {name} is no field of the run with one {kind} for each example: give one of "
         f"{', '.join(list(known)[:40])}"
-        + (f"; another column must be a Categorical or a {other} of the schema first." if table else "."): name
+        + (f"; another column must be a Categorical, a {other} or a key of the schema first." if table else "."): name
         not in known
         for flag, kind, other, known, names in flags
         for name in names
@@ -68,7 +69,7 @@ def refusals(spec: EmbeddingSpec, group: str | None, segments: Sequence[str], ta
 def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str], table: Table = None) -> dict[str, np.ndarray]:
     """Return {field: i32[B]}: the row ids of some fields of a batch; of a number f32[B], as the model sees it."""
     known, found = grouping_fields(spec, table), {}
-    for name in names:
+    for name in (name for name in names if name in known):  # a key is in no batch
         lookup, column = known[name]
         values = np.asarray(batch.dense if lookup == "dense" else batch.ids[lookup])
         found[name] = values.ravel() if column is None else values[:, column]

@@ -6,7 +6,7 @@ lookup, whose mean is one more feature of the model.
 Legend: B batch, N dense features, F features with an embedding, E embedding width, K labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,28 @@ from jaxrec.models import DIN
 from jaxrec.types import RowOptimizer
 from main.click_data import ClickJob, job_of_model
 from main.model import as_functions
+from main.targets import Targets, targets_of
 
 
-class FirstLabel:
-    """A split reduced to its first label, as the click job predicts one."""
+class Labelled:
+    """A split with the labels that a run predicts, in their order."""
 
-    def __init__(self, split: Split):
+    def __init__(self, split: Split, labels: Sequence[str]):
         self._split, self.rows, self.metadata = split, split.rows, split.metadata
+        known = split.metadata["table"]["labels"]
+        places = [known.index(label) for label in labels]
+        self._place = places if len(places) > 1 else places[0]  # one label is [n]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         block = dict(self._split[index])
         if block["label"].ndim == 2:
-            block["label"] = block["label"][:, 0]
+            block["label"] = block["label"][:, self._place]
         return block
 
 
-def open_rows(directory: Path, name: str) -> FirstLabel:
-    """Open a split of a prepared table for the click job; raises as `open_table`."""
-    return FirstLabel(open_table(directory, name))
+def open_rows(directory: Path, name: str, targets: Targets) -> Labelled:
+    """Open a split of a prepared table with the labels to predict; raises as `open_table`."""
+    return Labelled(open_table(directory, name), [target.name for target in targets])
 
 
 def table_of(directory: Path) -> Mapping[str, Any]:
@@ -105,16 +109,19 @@ def table_job(
     width: int = 16,
     shards: int = 8,
     seed: int = 0,
+    targets: Targets = (),
 ) -> ClickJob:
     """Build the job of a model over a prepared table.
 
     Args:
       table: metadata of the table, see `table_of`.
-      model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see model.py; without dense features it gets
-        one of zeros. Or a `DIN`, with candidate and history from `history_of`.
+      model: (dense f32[B, N], activations f32[B, F, E]) -> output f32[B] or f32[B, K], see model.py; without dense
+        features it gets one of zeros. Or a `DIN`, with candidate and history from `history_of`.
       width: E, of all tables.
       seed: of the initial rows, and of a model that draws numbers.
+      targets: what the outputs predict; the first label of the table if there are none.
     """
+    targets = targets or targets_of(table)
     history, column = history_of(table) if isinstance(model, DIN) else (None, 0)
     features = [*table["sparse"], *(name for name in table["bags"] if name != history)]
     steps = 1 if history is None else table["bags"][history]["hots"]
@@ -135,4 +142,4 @@ def table_job(
         return seen
 
     spec = spec_of(table, width, shards, seed, history)
-    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer)
+    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, targets)

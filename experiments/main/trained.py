@@ -21,6 +21,7 @@ from main.run_dir import BEST
 from main.signals import say
 from main.sources import PREPARATION, Criteo, prepared_directory
 from main.table_data import table_job, table_of
+from main.targets import Targets, targets_of
 
 _STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 
@@ -109,11 +110,17 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
     """
     (width,) = {width for _, width in run.image.tables.values()}
     flags = {**run.config, "model": of_run(run.config["model"], run.directory)}
-    model, cardinalities = model_of(flags, width), [rows for rows, _ in run.image.tables.values()]
     how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed
     if run.config["data"] == "tabular":
-        return table_job(table_of_run(run, table_directory(run, prepared)), model, *how)
-    return click_job(cardinalities, model, *how)
+        table = table_of_run(run, table_directory(run, prepared))
+        targets = targets_of_run(run, table)
+        return table_job(table, model_of(flags, width, len(targets)), *how, targets)
+    return click_job([rows for rows, _ in run.image.tables.values()], model_of(flags, width), *how)
+
+
+def targets_of_run(run: Trained, table: Mapping[str, Any]) -> Targets:
+    """Return what a run predicts, of the labels of its prepared table."""
+    return targets_of(table, run.config.get("labels", ()), run.config.get("label_weights", ()))
 
 
 def table_directory(run: Trained, given: Path | None = None) -> Path:

@@ -21,7 +21,7 @@ from jaxrec.files import atomic_write, local_path, sync
 DONE, METADATA, PROGRESS = "dataset_info.json", "metadata.json", "progress.json"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_INDEX}"
 SPLITS = ("train", "validation", "test")
-_IDS = "ids."  # prefix of the columns of lookups, in blocks with several lookups
+_IDS, _KEY = "ids.", "key."  # prefixes of the columns of lookups, in blocks with several lookups, and of keys
 
 
 class Layout(NamedTuple):
@@ -180,7 +180,7 @@ class Split:
 
         A block of a Criteo log is {'label': u8[n], 'dense': f32[n, 13], 'ids': i32[n, 26]}. A block of a table is
         {'label': f32[n] or f32[n, K], 'dense': f32[n, N], 'ids': {'sparse': i32[n, F], bag: i32[n, H]}}, and has
-        'weight': f32[n] if its schema does.
+        'weight': f32[n] if its schema does, and 'keys': {key: S[n]}, which are no part of a batch.
 
         Raises:
           IndexError: no such block.
@@ -199,12 +199,24 @@ class Split:
             return block
         columns = {key: np.asarray(block[key]) for key in found}
         ids = {key.removeprefix(_IDS): columns.pop(key) for key in found if key.startswith(_IDS)}
-        return {"dense": np.zeros((self.rows[index], 0), np.float32), **columns, "ids": ids}
+        keys = {key.removeprefix(_KEY): as_texts(columns.pop(key)) for key in found if key.startswith(_KEY)}
+        rest = {"keys": keys} if keys else {}
+        return {"dense": np.zeros((self.rows[index], 0), np.float32), **columns, "ids": ids, **rest}
 
     def _unreadable(self, index, why) -> ValueError:
         shard, block = divmod(index, self.metadata["options"]["blocks_per_shard"])
         path = _shard_path(self._directory, self._name, shard, self._layout)
         return ValueError(f"{path}, block {block} cannot be read ({why}). {_remedy(self._directory)}")
+
+
+def as_texts(keys: np.ndarray) -> np.ndarray:
+    """Return keys u8[n, bytes] as UTF-8, S[n]."""
+    return np.ascontiguousarray(keys).view(f"S{keys.shape[1]}")[:, 0]
+
+
+def keys_of(source: Any, name: str) -> np.ndarray:
+    """Return a key of all rows of a source of blocks, in their order, S[n]."""
+    return np.concatenate([source[block]["keys"][name] for block in range(len(source.rows))])
 
 
 def _remedy(directory: Path) -> str:

@@ -27,8 +27,8 @@ class BlockSource(Protocol):
         """Return one block: {'label': [n], 'dense': f32[n, N], 'ids': int[n, ...]} and optionally 'weight': f32[n].
 
         The label is [n, K] for K labels. 'ids' is one array, or {lookup: array} for several lookups. Bags of H ids,
-        padded with -1, form a last axis: [n, F, H]. All blocks have the same columns, with the same dtypes and row
-        shapes.
+        padded with -1, form a last axis: [n, F, H]. 'keys', which say what a row is, are left out of batches. All
+        blocks have the same columns, with the same dtypes and row shapes.
         """
         ...
 
@@ -172,7 +172,7 @@ class Loader:
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:
     """Return the columns of a block, always in the same order; raise ValueError if a batch cannot hold them."""
-    for name in set(block) - {"label", "dense", "weight", "ids"}:
+    for name in set(block) - {"label", "dense", "weight", "ids", "keys"}:
         raise ValueError(
             f"block {index} has {name!r}, which a batch has no place for: leave it out, or call it weight."
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrec.data.tabular.schema import (
     FIRST_ROW,
+    KEY_BYTES,
     MISSING,
     RARE,
     WHOLE,
@@ -191,14 +192,14 @@ def arrays(
 
     Returns:
       label f32[n] or f32[n, K] and weight f32[n] if the schema has them, dense f32[n, N], 'ids.sparse' i32[n, F] if F >
-      0, and 'ids.NAME' i32[n, H] for each bag.
+      0, 'ids.NAME' i32[n, H] for each bag, and 'key.NAME' u8[n, KEY_BYTES], UTF-8, for each key.
     """
     column = lambda name: frame[f"n:{name}"].to_numpy()
     labels = [
         column(label.column) if label.at_least is None else column(label.column) >= label.at_least
         for label in schema.label
     ]
-    found = {}
+    found: dict[str, np.ndarray] = {}
     if labels:
         label = np.stack(labels, axis=1).astype(np.float32)
         found["label"] = label[:, 0] if len(labels) == 1 else label
@@ -212,6 +213,9 @@ def arrays(
     for bag in schema.bags:
         many, values = flattened(bag, frame[f"b:{bag.column}"], schema.absent)
         found[f"ids.{bag.column}"] = padded(many, ids_of[table_of(bag)](values), bag.hots)
+    for name in schema.keys:
+        texts = [text.encode() for text in frame[f"k:{name}"].fill_null("")]
+        found[f"key.{name}"] = np.array(texts, f"S{KEY_BYTES}").view(np.uint8).reshape(len(texts), KEY_BYTES)
     return found
 
 

@@ -34,8 +34,9 @@ class Look(NamedTuple):
     Attributes:
       vocabularies: {table: its categories, most frequent first}, of the tables that do not hash.
       counts: {table: i64[v] occurrences of each category}.
-      summary: moments {dense column: [mean, deviation]}; missing {column: rows}; distinct {table: number of categories,
-        rare ones included}; label_over_time [[row or time at which a period begins, rows, label mean]]; rows.
+      summary: moments {dense column: [mean, deviation]}; targets, the same of labels of a regression; missing {column:
+        rows}; distinct {table: number of categories, rare ones included}; label_over_time [[row or time at which a
+        period begins, rows, label mean]]; rows.
     """
 
     vocabularies: dict[str, list[str]]
@@ -50,7 +51,8 @@ class Looking:
         self._schema, self._times = schema, np.array(times)
         self._totals: dict[str, Any] = {}  # {table: frame of value and count}
         self._pending: dict[str, list[Any]] = {}
-        self._moments = {f.column: (0, 0.0, 0.0) for f in schema.dense}
+        self._targets = [label.column for label in schema.label if label.regression]
+        self._moments = {name: (0, 0.0, 0.0) for name in [*(f.column for f in schema.dense), *self._targets]}
         self._missing = {f.column: 0 for f in schema.features}
         self._spans, self._span_rows = np.zeros((0, 2)), 1  # rows and labels of each span
         self._rows = 0
@@ -69,12 +71,14 @@ class Looking:
             self._missing[feature.column] += frame[key].null_count()
             if isinstance(feature, Dense):
                 if feature.standardise:
-                    self._number(feature, of_train[key].drop_nulls().to_numpy())
+                    self._number(feature.column, numbers(feature, of_train[key].drop_nulls().to_numpy()))
             elif feature.hash_cap is None:
                 values = of_train[key]
                 if isinstance(feature, Bag):
                     _, values = flattened(feature, values, self._schema.absent)
                 self._count(table_of(feature), values.drop_nulls())
+        for name in self._targets:
+            self._number(name, of_train[f"n:{name}"].to_numpy())
 
     def _label(self, table: Table) -> None:
         first = self._schema.label[0]
@@ -92,15 +96,14 @@ class Looking:
             self._spans = np.pad(self._spans, [(0, len(self._spans) % 2), (0, 0)])
             self._spans, self._span_rows = self._spans[::2] + self._spans[1::2], 2 * self._span_rows
 
-    def _number(self, feature: Dense, column: np.ndarray) -> None:
+    def _number(self, name: str, values: np.ndarray) -> None:
         """Merge the means and sums of squares of two parts (Chan, Golub and LeVeque)."""
-        values = numbers(feature, column)
         if not len(values):
             return
-        many, mean, squares = self._moments[feature.column]
+        many, mean, squares = self._moments[name]
         apart, total = values.mean() - mean, many + len(values)
         squares += ((values - values.mean()) ** 2).sum() + apart**2 * many * len(values) / total
-        self._moments[feature.column] = total, mean + apart * len(values) / total, float(squares)
+        self._moments[name] = total, mean + apart * len(values) / total, float(squares)
 
     def _count(self, name: str, values) -> None:
         import polars as pl
@@ -140,8 +143,8 @@ class Looking:
             for name, (many, mean, squares) in self._moments.items()
         }
         summary = {
-            "rows": self._rows, "moments": moments, "missing": self._missing, "distinct": distinct,
-            "label_over_time": self._periods(),
+            "rows": self._rows, "targets": {name: moments.pop(name) for name in self._targets}, "moments": moments,
+            "missing": self._missing, "distinct": distinct, "label_over_time": self._periods(),
         }  # fmt: skip
         return Look(vocabularies, counts, summary)
 
@@ -193,8 +196,8 @@ def digest(schema: Schema, look: Look) -> str:
     if any(getattr(feature, "hash_cap", None) for feature in schema.features):  # no vocabulary tells how they were read
         kept["format"] = FORMAT
     # How rows are read, split, weighted and labelled does not affect the mapping of values.
-    for name in ("split", "columns", "separator", "quote", "weight", "label"):
-        kept["schema"].pop(name)
+    for name in ("split", "columns", "separator", "quote", "weight", "label", "keys"):
+        kept["schema"].pop(name, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -32,7 +32,7 @@ from jaxrec.data.sources import local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, encoders, table_rows
 from jaxrec.data.tabular.reading import Piece, Table, read_pieces, read_table
-from jaxrec.data.tabular.schema import Categorical, Schema, table_of
+from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Schema, table_of
 from jaxrec.data.tabular.splits import ByColumn, ByFile, ByRows, ByTime, bounds, sides
 from jaxrec.files import local_path
 
@@ -62,7 +62,7 @@ def prepare(
     Returns:
       The metadata: rows and label_mean of each split, skipped_rows, cardinalities, options, sources; and under 'table'
       the names of labels, dense features and columns of the lookup 'sparse', the bags, the rows of all tables, a digest
-      of the mapping from values to rows, and a summary.
+      of the mapping from values to rows, mean and deviation of labels of a regression, the keys, and a summary.
 
     Raises:
       ValueError: a malformed file or row (with file, line, rule), a missing column, or an error of `prepare_files`.
@@ -101,6 +101,7 @@ def _layout(schema: Schema) -> dict[str, Any]:
     if schema.single:
         columns["ids.sparse"] = [[len(schema.single)], "int32"]
     columns |= {f"ids.{bag.column}": [[bag.hots], "int32"] for bag in schema.bags}
+    columns |= {f"key.{name}": [[KEY_BYTES], "uint8"] for name in schema.keys}
     return Layout("table", columns)._asdict()
 
 
@@ -132,6 +133,7 @@ def _write(job: Job, schema: Schema) -> list[int]:
         "bags": {b.column: {"table": table_of(b), "hots": b.hots, "kind": type(b).__name__} for b in schema.bags},
         "digest": looks.digest(schema, look), "features": looks.shown(schema, look, rows, job.state["ids"]),
         "label_over_time": look.summary["label_over_time"],
+        "targets": look.summary.get("targets", {}), "keys": list(schema.keys),
     }  # fmt: skip
     return list(rows.values())
 

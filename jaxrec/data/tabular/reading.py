@@ -19,7 +19,7 @@ import numpy as np
 from jaxrec.data.sources import CHUNK_BYTES, Seen, changed, is_parquet, read_chunks
 from jaxrec.data.tabular.encode import categories
 from jaxrec.data.tabular.lines import NO_UTF8, SPLIT, explain, well_formed
-from jaxrec.data.tabular.schema import Categorical, Dense, Schema
+from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Dense, Schema
 from jaxrec.data.tabular.splits import ByColumn, ByTime
 
 PARQUET_ROWS = 1 << 17  # read at once, which bounds the memory of a preparation together with CHUNK_BYTES
@@ -42,7 +42,7 @@ class Table(NamedTuple):
     """The well-formed rows of a piece.
 
     `frame` has one column per role of a column NAME: 'n:NAME' numbers, 'c:NAME' strings, 'b:NAME' strings or lists of
-    strings, 's:NAME' the values that decide the split; null is missing.
+    strings, 's:NAME' the values that decide the split, 'k:NAME' keys; null is missing.
     """
 
     row: np.ndarray  # i64[n] number among all rows of all files
@@ -202,8 +202,12 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
 
     times = schema.split.column if isinstance(schema.split, ByTime) else None
     for label in schema.label:
-        within = None if label.at_least is not None else lambda found: (found == 0) | (found == 1)
-        rule = "a number" if within is None else "0 or 1 (of other numbers, at_least of the Label says what is a 1)"
+        binary = label.at_least is None and not label.regression
+        within = (lambda found: (found == 0) | (found == 1)) if binary else None
+        rule = (
+            "0 or 1 (of other numbers, at_least of the Label says what is a 1, and regression predicts them)"
+            if binary else "a number"
+        )  # fmt: skip
         number(label.column, True, rule, within)
     if schema.weight:
         number(schema.weight, True, "a number from 0", lambda found: (found >= 0) & found.is_finite())
@@ -216,6 +220,11 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
             continue
         role = "c" if isinstance(feature, Categorical) else "b"
         columns[f"{role}:{feature.column}"] = _categories(pl, frame[feature.column], schema.absent, piece, role)
+    for name in schema.keys:
+        found = _categories(pl, frame[name], schema.absent, piece, "c")
+        short = (found.str.len_bytes() <= KEY_BYTES).fill_null(True)
+        checks.append((name, f"a key, a text of at most {KEY_BYTES} bytes", short.to_numpy(), found))
+        columns[f"k:{name}"] = found
     if isinstance(schema.split, ByColumn):
         split = schema.split
         found = _checked(pl, frame[split.column], piece, "c").cast(pl.String)  # as the split says it, whatever it is

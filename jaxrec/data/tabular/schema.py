@@ -25,6 +25,7 @@ from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTim
 MISSING, RARE, FIRST_ROW = 0, 1, 2
 WHOLE = r"^([+-]?[0-9]+)\.0+$"  # a whole number with decimals, as pandas writes integers of which one is missing
 _NOT_A_NUMBER = ("nan", "NaN")  # as Python and pandas, and as Rust, Java and JavaScript write it
+KEY_BYTES = 64  # of a key in a block
 _MOST_HOTS, _MIN_COUNT = 1000, 2
 
 
@@ -144,13 +145,19 @@ class Label:
     Attributes:
       column: column name.
       at_least: threshold from which on the label is 1, else 0; None if the column holds 0 and 1.
+      regression: whether the label is the number itself, such as a rating, a price or a watch time.
     """
 
     column: str
     at_least: float | None = None
+    regression: bool = False
 
     def __post_init__(self):
         if self.at_least is not None:
+            if self.regression:
+                raise ValueError(
+                    f"Label({self.column!r}) is 0 or 1 by at_least, or a number by regression: give one of them."
+                )
             real_number(f"at_least of {self.column!r}", self.at_least, "finite", math.isfinite)
 
 
@@ -167,6 +174,8 @@ class Schema:
       features: the features, at least one of them with categories.
       split: which rows train, validate and test.
       weight: name of the column of example weights, 0 or more; None if all rows count alike.
+      keys: columns that say which row it is, such as a user or a request; no model sees them, but AUC within groups
+        (GAUC) and files of predictions use them. Texts of at most 64 bytes; they may be features too.
       columns: names of all columns in order, for text without a header; None if the first line names them.
       separator: string between two fields of a text.
       quote: whether fields of a text may be in double quotes.
@@ -187,6 +196,7 @@ class Schema:
     separator: str = ","
     quote: bool = True
     missing: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
     gather: Callable[[Several[Path], Path], Several[Path]] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -197,6 +207,7 @@ class Schema:
             raise ValueError("label=[] must be the name of a column, a Label(...), or a list of them.")
         set_to("features", tuple(self.features))
         set_to("missing", texts("missing", self.missing))
+        set_to("keys", texts("keys", self.keys))
         if self.columns is not None:
             set_to("columns", texts("columns", self.columns))
         _check_schema(self)
@@ -221,7 +232,7 @@ class Schema:
     def used(self) -> tuple[str, ...]:
         """All columns that are read, each once."""
         names = [label.column for label in self.label] + [f.column for f in self.features]
-        names += [self.weight] if self.weight else []
+        names += [*([self.weight] if self.weight else []), *self.keys]
         names += [self.split.column] if isinstance(self.split, ByTime | ByColumn) else []
         return tuple(dict.fromkeys(names))
 
@@ -238,6 +249,8 @@ class Schema:
             if f.name not in ("label", "features", "split", "gather")
         }
         kinds = {"label": self.label, "features": self.features, "split": (self.split,)}
+        if not self.keys:
+            plain.pop("keys")  # so that older descriptions stay
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()} | {
             name: [[type(one).__name__, _fields(one)] for one in many] for name, many in kinds.items()
         }
@@ -288,10 +301,10 @@ def _sharing(feature: Categorical | Bag, features: Several[Feature]) -> Categori
 
 
 def _fields(one: Any) -> dict[str, Any]:
-    """Return the fields of a part of a schema; `share` of a Categorical only if set, so that older digests stay."""
+    """Return the fields of a part of a schema; later ones only if they are set, so that older digests stay."""
+    later = {Categorical: ("share",), Label: ("regression",)}.get(type(one), ())
     fields = dataclasses.asdict(one).items()
-    unset = isinstance(one, Categorical) and one.share is None
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields if not (unset and k == "share")}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields if v or k not in later}
 
 
 def _check_schema(schema: Schema) -> None:
