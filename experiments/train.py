@@ -31,7 +31,7 @@ from main.recorder import Recorder, check_seeds, resumed
 from main.recovering import Periodic
 from main.report import QUALITY
 from main.run_dir import go_on_with
-from main.saving import Best
+from main.saving import Best, without_gain
 from main.signals import Asked, Stopped, stop_on_signals
 from main.subsets import refusals
 from main.trainers import Processes
@@ -46,6 +46,10 @@ class Over(Exception):
     """Raised to end training between two steps."""
 
 
+class Plateau(Exception):
+    """Raised between two steps if an evaluation is no better, to go on from there with lower learning rates."""
+
+
 def data_of(config: Config) -> Data:
     """Open the data that the flags select, and say what to expect."""
     data = config.source.open(config.seed)
@@ -56,15 +60,21 @@ def data_of(config: Config) -> Data:
     return data
 
 
-def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> dict:
+def train_to_the_end(config: Config, run: Run, data: Data, asked: Asked, home: Placed) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
-    data, looks, trainers, saving = data_of(config), config.looks, config.trainers, config.saves
+    looks, trainers, saving = config.looks, config.trainers, config.saves
     assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
     job = config.job(data).on(trainers.mesh())
     refuse(refusals(job.spec, looks.group, (), data.table))
     monitored = looks.monitored(data.targets[0])
     initial = trainers.initial(job.task, job.state(home.tables(job.task), config.seed))
     state, image, past = resumed(run, initial, data.vocabulary_digest)
+    factor, metric = looks.reduce_on_plateau, f"validation_{monitored}"
+    plateaus = None if factor is None else without_gain(past.history, metric)
+    if factor is not None and plateaus:
+        learning = config.learning.slower(factor**plateaus)
+        say(f"learning rates are {learning.learning_rate:.3g} and, of rows, {learning.row_learning_rate:.3g}")
+        job = dataclasses.replace(config, learning=learning).job(data).on(trainers.mesh())
     stretch = max(1, min(100, data.steps // looks.evaluations))
     with trainers.engine(config.engine, job.task, state, past.extra, stretch) as engine, asked.held():
         recorder = Recorder(
@@ -82,15 +92,20 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> di
         recorder.figures = lambda state, step_metrics: (
             config.engine.figures(engine) | trainers.figures(engine, sync, state, step_metrics) | saves.figures()
         )
-        best = Best(run, f"{recorder.watched}_{monitored}", extra) if monitored else None
+        best = Best(run, metric, extra) if monitored else None
         look, stop = last_callbacks(looks.patience, engine, recorder, saves, best, asked)
-        engine.enter(look)
-        engine.enter(stop)
+
+        def slow_down(info: StepInfo) -> None:
+            if plateaus is not None and info.step < data.steps and without_gain(recorder.history, metric) > plateaus:
+                raise Plateau
+
+        for callback in (look, stop, slow_down):
+            engine.enter(callback)
         while True:
             try:
                 with contextlib.suppress(Over):
                     # An evaluation due at this step that a stop or a kill has prevented.
-                    for callback in (look, stop):
+                    for callback in (look, stop, slow_down):
                         callback(StepInfo(engine.state, engine.step, {}, {}))
                     engine.train(data.train)
                 unsaved = saves.last(engine.state)
@@ -100,6 +115,11 @@ def train_to_the_end(config: Config, run: Run, asked: Asked, home: Placed) -> di
                         engine, lambda state: recorder.evaluated(best.restored(state) if best else state, "test")
                     )
                 break
+            except Plateau:
+                recorder.bar.close()
+                if unsaved := saves.last(engine.state):
+                    raise OSError(f"the state of step {engine.step} could not be saved: {unsaved}") from None
+                raise
             except RolledBack as back:  # shards were lost after the last step: the whole run is rolled back
                 back.go_back()
         recorder.bar.close()
@@ -180,13 +200,14 @@ def one(config: Config, asked: Asked) -> dict:
         # What is trained is what the run has kept, though the file may change meanwhile.
         config = dataclasses.replace(config, learning=config.learning.of_run(run.directory))
         if not results.get("last_state_saved"):
+            data = data_of(config)
             if isinstance(config.trainers, Processes):
-                data = data_of(config)
                 results = train_pool(config, run, data, asked)
                 run.close(results, table(results))
                 return results
-            with config.home.opened(run) as home:
-                return train_to_the_end(config, run, asked, home)
+            while True:
+                with contextlib.suppress(Plateau), config.home.opened(run) as home:
+                    return train_to_the_end(config, run, data, asked, home)
         say(f"{run.directory} is complete, nothing is left to do:")
         say(table(results))
         return results

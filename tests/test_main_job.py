@@ -1,5 +1,6 @@
 """The main job with each of the three techniques: it learns, resumes at its last step, and reports losses."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import types
 from pathlib import Path
 
 import evaluate
+import jax
 import numpy as np
 import pytest
 import train
@@ -16,7 +18,7 @@ from main.config import config_of
 from main.signals import Stopped
 from trained_run import changed, criteo_lines, write_lines
 
-from jaxrec.checkpoint import images, read_manifest
+from jaxrec.checkpoint import images, read_manifest, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.data.criteo import prepare
 
@@ -94,23 +96,23 @@ def change_data(patch, change):
     patch.setattr(train, "data_of", lambda config: change(whole(config)))
 
 
-def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM):
-    """Sends a signal when training batch `at` is drawn."""
+def stop_the_stream(patch, at=STOP_AT, number=signal.SIGTERM, since=0):
+    """Sends a signal when training batch `at` is drawn, of an iterator that begins at `since` or later."""
 
     def signalled(batches, first):
         for index, batch in enumerate(batches, first):
-            if index == at:
+            if index == at and first >= since:
                 os.kill(os.getpid(), number)
             yield batch
 
     change_data(patch, lambda data: data._replace(train=lambda k: signalled(data.train(k), k)))
 
 
-def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT):
+def stopped_and_resumed(directory, monkeypatch, flags, at=STOP_AT, since=0):
     """Runs until a signal, then resumes to the end; returns the step of the stop and the results."""
     config, begun = changed(TINY, workdir=directory, **flags), []
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved") as stopped:
-        stop_the_stream(patch, at)
+        stop_the_stream(patch, at, since=since)
         train.main(config)
     step = int(re.search(r"saved at step (\d+)", str(stopped.value))[1])
     assert step == image_of(directory).step
@@ -320,6 +322,42 @@ def test_patience_ends_a_run_and_its_best_state_is_tested(tmp_path, monkeypatch,
     assert differences(tmp_path / "whole", tmp_path / "cut") == []
     found = evaluate.main(evaluate.Config(run_directory=tmp_path / "cut", workdir=tmp_path / "evaluation"))
     assert found["step"] == whole["best_step"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        HOST, slow(OAC), slow(DEVICE), slow(EXACT["mfu on the device"] | {"fail": ("15:5",)}),
+        slow(HOST | {"shadowsync": "ma", "where": "lockstep", "sync_every_steps": 3}),
+    ],
+)  # fmt: skip
+def test_on_a_plateau_training_goes_on_with_lower_rates(tmp_path, monkeypatch, flags):
+    turned = lambda batches, first: (
+        batch._replace(label=1 - batch.label if index >= 8 else batch.label)
+        for index, batch in enumerate(batches, first)
+    )  # labels are flipped from batch 8 on
+    change_data(monkeypatch, lambda data: data._replace(train=lambda k: turned(data.train(k), k)))
+    flags = flags | {"reduce_on_plateau": 0.125, "monitor": "log_loss", "evaluations": 4}
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", **flags))
+    values = [row["validation_log_loss"] for row in rows_of(tmp_path / "whole")]
+    worse = [row > min(values[:k]) for k, row in enumerate(values[:-1]) if k]
+    assert any(worse) and whole["steps"] == 24 and len(values) == 4
+    if flags["tables"] == "host" and not {"pipeline", "shadowsync", "cpr"} & flags.keys():
+        # By hand: a task for each rate, which is lower after the evaluations that were worse.
+        config, state = changed(TINY, **flags), None
+        data = train.data_of(config)
+        for k, slower in enumerate(np.cumsum([0, 0, *worse])[: len(values)]):
+            task = dataclasses.replace(config, learning=config.learning.slower(0.125**slower)).job(data)
+            state = task.state("host", config.seed) if state is None else state
+            for batch in itertools.islice(data.train(6 * k), 6):
+                state, _ = task.task.step(state, batch)
+        found, image = restore(tmp_path / "whole" / "checkpoints", task.state("host", 1))
+        assert image.step == 24
+        of = lambda state: [np.asarray(leaf) for leaf in jax.tree.leaves(state.dense.params)]
+        for one, other in zip(of(found), of(state), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)  # without lower rates they differ by 0.01 and more
+    _, results = stopped_and_resumed(tmp_path / "cut", monkeypatch, flags, at=20, since=18)
+    assert results["test_auc"] == whole["test_auc"] and differences(tmp_path / "whole", tmp_path / "cut") == []
 
 
 @pytest.mark.slow

@@ -69,12 +69,15 @@ class Evaluations(AtTheEnd):
     unless it is given), and keep and test the best state."""
     monitor: Literal["auc", "log_loss", "gauc", "rmse", "mae"] | None = None
     """Keep and test the state that is the best by this figure of the validation, also without --patience."""
+    reduce_on_plateau: float | None = None
+    """Multiply both learning rates by this after each evaluation without a better one (by --monitor), such as 0.1; the
+    best state is kept and tested."""
     group: str | None = None
     """A field or a key of the schema, such as the user: evaluations also give the mean AUC within it (GAUC)."""
 
     @property
     def keeps_best(self) -> bool:
-        return self.monitor is not None or self.patience is not None
+        return not self.monitor is self.patience is self.reduce_on_plateau is None
 
     def monitored(self, main: Target) -> str | None:
         known = ["rmse", "mae"] if main.moments else ["auc", "log_loss", "gauc"]
@@ -88,7 +91,7 @@ class Evaluations(AtTheEnd):
                 ),
             }
         )
-        return self.monitor or (None if self.patience is None else main.metric)
+        return self.monitor or (main.metric if self.keeps_best else None)
 
     def check(self) -> None:
         refuse(
@@ -98,6 +101,9 @@ class Evaluations(AtTheEnd):
                 ),
                 f"--patience {self.patience} never ends {self.evaluations} evaluations early: give more of them.": (
                     self.patience is not None and self.patience >= self.evaluations
+                ),
+                f"--reduce-on-plateau {self.reduce_on_plateau} must be a factor below 1, such as 0.1.": (
+                    self.reduce_on_plateau is not None and self.reduce_on_plateau >= 1
                 ),
             }
         )
@@ -154,7 +160,7 @@ class Config:
             }
         )
         if isinstance(looks, Evaluations) and looks.keeps_best and not source.has_validation():
-            name = "monitor" if looks.patience is None else "patience"
+            name = next(name for name in ("patience", "reduce_on_plateau", "monitor") if getattr(looks, name))
             reader = "a run with a validation, of --validation-fraction 0.1, say, or of the schema's split"
             raise ValueError(belongs(name, getattr(looks, name), reader))
         share = getattr(source, "validation_fraction", 0.0)

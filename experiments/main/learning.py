@@ -100,6 +100,11 @@ class Learning:
             return table_job(data.table, model, *how, data.targets)
         return click_job(data.cardinalities, model, *how)
 
+    def slower(self, factor: float) -> "Learning":
+        """Return the same with both learning rates multiplied by a factor."""
+        dense, rows = factor * self.learning_rate, factor * self.row_learning_rate
+        return dataclasses.replace(self, learning_rate=dense, row_learning_rate=rows)
+
     def of_run(self, directory: Path) -> "Learning":
         """Return the flags with the file of the model that a run has kept."""
         return dataclasses.replace(self, model=of_run(self.model, directory))

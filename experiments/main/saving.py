@@ -226,6 +226,24 @@ class RecoverySaves:
         }
 
 
+def worth(metric: str, row: Mapping[str, Any]) -> float:
+    """Return a metric of a row, such as "validation_auc", with the sign that makes more of it better."""
+    return QUALITY[metric.partition("_")[2]] * row[metric]
+
+
+def without_gain(history: Sequence[Mapping[str, Any]], metric: str) -> int:
+    """Return how many rows are no better than the best one before them.
+
+    >>> without_gain([{"test_auc": auc} for auc in (0.6, 0.7, 0.65, 0.7, float("nan"), 0.71)], "test_auc")
+    3
+    """
+    best, found = -math.inf, 0
+    for row in history:
+        gains = worth(metric, row) > best
+        best, found = worth(metric, row) if gains else best, found + (not gains)
+    return found
+
+
 class Best:
     """The best evaluated state of a run, as an image in DIR/best beside those from which the run resumes.
 
@@ -263,7 +281,8 @@ class Best:
         Raises:
           OSError: the disk is full or read-only; the image before it stays.
         """
-        if not math.isfinite(row[self._metric]) or (self.row and self._worth(row) <= self._worth(self.row)):
+        its, best = worth(self._metric, row), worth(self._metric, self.row) if self.row else -math.inf
+        if not math.isfinite(its) or its <= best:
             return
         watched, step = self._metric.partition("_")[0], int(state.dense.step)
         figures = {"step": row["step"]} | {key: row[key] for key in row if key.startswith(f"{watched}_")}
@@ -274,9 +293,6 @@ class Best:
             if other != path:
                 remove_directory(other)
         self.row, self._path = figures, path
-
-    def _worth(self, row):
-        return QUALITY[self._metric.partition("_")[2]] * row[self._metric]
 
     def evaluations_since(self, history: Sequence[Mapping[str, Any]]) -> int:
         """Return how many rows of metrics are of later steps than the best state; 0 without one."""
