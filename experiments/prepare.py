@@ -77,6 +77,7 @@ def _prepared() -> str:
     """Prepare the sources; return the text to print."""
     # Imported here, after the signal handler is set: the imports take seconds.
     import tyro
+    from main.cli import help_of
     from main.table_summary import Bars, warnings_of
 
     from jaxrec.data.blocks import tfds_module
@@ -84,7 +85,7 @@ def _prepared() -> str:
 
     tfds_module()
     _on_signals(_stop)
-    config = tyro.cli(Config, description=__doc__)
+    config = tyro.cli(Config, **help_of(__doc__))
     if config.schema is not None:
         return _prepared_table(config)
     if any(map(_of_tfds, config.sources)) or config.tfds_directory:

@@ -130,7 +130,7 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags,
 
 def test_without_ray_it_says_so(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install -e '.\[cluster\]'"):
+    with pytest.raises(ValueError, match=r"needs Ray, which is not installed: pip install 'jaxrec\[cluster\]'"):
         check(Config())
 
 

@@ -1,17 +1,22 @@
-"""The wheel holds the library, all of it and nothing else, and works without a checkout."""
+"""The wheel holds the library and the scripts of its commands, nothing else, and works without a checkout."""
 
+import ast
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NEEDED = 77  # version of setuptools, as in pyproject.toml
 SMOKE = """
 import pathlib, sys
@@ -38,6 +43,25 @@ def too_old() -> str:
     return "" if int(found.split(".")[0]) >= NEEDED else f"setuptools {found} is older than {NEEDED}"
 
 
+def test_every_package_is_in_the_wheel_and_every_command_has_its_script():
+    packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "jaxrec").rglob("*.py")}
+    setup = PROJECT["tool"]["setuptools"]
+    assert set(setup["packages"]) == {*packages, "jaxrec_commands", "jaxrec_commands.scripts.main"}
+    assert set(setup["py-modules"]) == {f"jaxrec_commands.scripts.{name}" for name in commands.NAMES}
+    assert PROJECT["project"]["scripts"] == {f"jaxrec-{name}": f"jaxrec_commands:{name}" for name in commands.NAMES}
+    assert all(getattr(commands, name).args == (name,) for name in commands.NAMES)
+
+
+def test_the_scripts_in_the_wheel_import_no_script_that_is_not():
+    experiments = ROOT / "experiments"
+    left_out = {path.stem for path in experiments.iterdir()} - {*commands.NAMES, "main"}
+    for path in (*(experiments / f"{name}.py" for name in commands.NAMES), *(experiments / "main").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else getattr(node, "names", ())
+            roots = {str(getattr(name, "name", name)).partition(".")[0] for name in names}
+            assert left_out.isdisjoint(roots), f"{path.name}:{node.lineno}"
+
+
 def run(directory, *command, path=""):
     environment = {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run(list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True)
@@ -46,20 +70,30 @@ def run(directory, *command, path=""):
 
 
 @pytest.mark.slow
-def test_a_wheel_installs_in_a_clean_place_and_trains(tmp_path):
+def test_a_wheel_installs_in_a_clean_place_and_trains_and_so_do_its_commands(tmp_path):
     if why := too_old():
         pytest.skip(why)
     source, target = tmp_path / "source", tmp_path / "target"
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "jaxrec", source / "jaxrec", ignore=ignored)
+    for name in ("jaxrec", "experiments"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    (source / "experiments").mkdir()
-    (source / "experiments" / "train.py").write_text("")  # must be left out of the wheel
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run(tmp_path, *pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", "wheels", source)
     (wheel,) = (tmp_path / "wheels").glob("jaxrec-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == {str(path.relative_to(source)) for path in (source / "jaxrec").rglob("*") if path.is_file()}
+    library = {str(path.relative_to(source)) for path in (source / "jaxrec").rglob("*") if path.is_file()}
+    scripts = {f"jaxrec_commands/scripts/{name}.py" for name in commands.NAMES} | {"jaxrec_commands/__init__.py"}
+    main = {f"jaxrec_commands/scripts/main/{path.name}" for path in (ROOT / "experiments" / "main").glob("*.py")}
+    assert held == library | scripts | main
     run(tmp_path, *pip, "install", "-q", "--no-deps", "--no-index", "--target", target, wheel)
     assert run(tmp_path, sys.executable, "-P", "-c", SMOKE, target, path=target).strip() == "trained"
+    small = ("--fixed", "rows=5000", "batch-size=128", "--preset", "smoke", "--seeds", 1, "--metric", "test_auc")
+    run(tmp_path, target / "bin" / "jaxrec-sweep", "--vary", "model=lr,fm", *small, "--workdir", "sweep", path=target)
+    trained = tmp_path / "sweep" / "model=fm_0"
+    assert json.loads((trained / "environment.json").read_text())["commit"] is None  # it was not that of this checkout
+    evaluate = ("-m", "jaxrec", "evaluate", "--run", trained, "--workdir", "evaluated")
+    assert "run written to" in run(tmp_path, sys.executable, *evaluate, path=target)
+    described = run(tmp_path, target / "bin" / "jaxrec-train", "--help", path=target)
+    assert described.startswith("usage: jaxrec-train") and "python experiments" not in described

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,14 @@ try:
     import tqdm  # noqa: F401  for the experiments; checked here, so that one message covers all
     import tyro
 except ModuleNotFoundError as error:
-    sys.exit(f"error: the experiments need {error.name}: `make setup`, or `pip install -e '.[experiments,data,plots]'`")
+    sys.exit(
+        f"error: the experiments need {error.name}: `make setup`, or `pip install 'jaxrec[experiments,data,plots]'`"
+    )
 
 from main.plots import bars, plot, stacked_bars
 from main.report import Figure, grid, listing
 from main.run_dir import Run, flat
-from main.signals import Stopped, leave, say, stop_on_signals
+from main.signals import EXPERIMENTS, Stopped, leave, say, stop_on_signals
 
 __all__ = [
     "Figure",
@@ -30,6 +33,7 @@ __all__ = [
     "belongs",
     "command_line",
     "grid",
+    "help_of",
     "listing",
     "paired_interval",
     "plot",
@@ -70,17 +74,25 @@ def command_line(
     jobs, if --requeue is given.
 
     Args:
-      parse: (config, description=...) -> its flags.
+      parse: (config, description=..., prog=...) -> its flags.
     """
     try:
         with stop_on_signals():
-            flags: Any = parse(config, description=description)
+            flags: Any = parse(config, **help_of(description))
             refuse_small(flags)
             return main(flags)
     except (ValueError, FloatingPointError, NotImplementedError, OSError) as error:
         sys.exit(f"error: {error}")
     except Stopped as stopped:
         leave(stopped)
+
+
+def help_of(doc: str | None) -> dict[str, Any]:
+    """Return how --help describes and names a script; in a wheel, where no user finds the script, by its command."""
+    if EXPERIMENTS.name != "scripts":
+        return {"description": doc, "prog": None}
+    doc = re.sub(r"python experiments/(\w+)\.py", r"jaxrec-\1", doc or "")
+    return {"description": doc, "prog": f"jaxrec-{Path(sys.argv[0]).stem}"}
 
 
 def refuse(broken: Mapping[str, object]) -> None:
@@ -120,7 +132,7 @@ def belongs(name: str, value: Any, reader: str) -> str:
 def rule_of_ray() -> dict[str, object]:
     """Return the rule, for `refuse`, that Ray is installed."""
     missing = importlib.util.find_spec("ray") is None
-    return {"this needs Ray, which is not installed: pip install -e '.[cluster]'.": missing}
+    return {"this needs Ray, which is not installed: pip install 'jaxrec[cluster]'.": missing}
 
 
 def refuse_small(config: object) -> None:

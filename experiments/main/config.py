@@ -309,7 +309,9 @@ def words_of(file: Path) -> list[str]:
     return words
 
 
-def parse(config: type[Config], args: Sequence[str] | None = None, description: str | None = None) -> Config:
+def parse(
+    config: type[Config], args: Sequence[str] | None = None, description: str | None = None, prog: str | None = None
+) -> Config:
     """Return the checked configuration of a command line; --help shows the flags of the parts that it chooses.
 
     `--config FILE` stands for the flags in a config.json, and flags beside it change them.
@@ -320,9 +322,9 @@ def parse(config: type[Config], args: Sequence[str] | None = None, description: 
         file, args[place : place + 2] = args[place + 1 : place + 2], []
         args = [*(words_of(Path(*file)) if file else []), *args]
     without_help = [word for word in args if word not in ("-h", "--help")]
-    kinds, _ = tyro.cli(Kinds, args=without_help, return_unknown_args=True)
+    kinds, _ = tyro.cli(Kinds, prog=prog, args=without_help, return_unknown_args=True)
     read = functools.partial(
-        tyro.cli, config, args=args, description=description, default=config(**kinds.parts()),
+        tyro.cli, config, prog=prog, description=description, args=args, default=config(**kinds.parts()),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.AvoidSubcommands),
     )  # fmt: skip
     found, (*rest,) = read(return_unknown_args=True)

@@ -20,12 +20,14 @@ from typing import Self
 
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
 from main.report import listing
-from main.signals import say
+from main.signals import EXPERIMENTS, say
 
 BEST = "best"  # directory of the image of a run's best state, and the key of its figures in that image
 # Flags, on resume; --metric and --vary are of sweep.py.
 _MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary"}
-_VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu")
+_VERSIONS = (
+    "jaxrec", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu",
+)  # fmt: skip
 
 
 class Run:
@@ -221,14 +223,15 @@ def to_json(content, indent: int | None = None) -> str:
 
 
 def read_environment() -> dict:
-    """Describe machine and versions; `driver` is None without an NVIDIA driver, `commit` without git."""
+    """Describe machine and versions; `driver` is None without an NVIDIA driver, `commit` without git or a checkout."""
     import jax  # here, so that a process can choose its platform after importing this module
 
     device = jax.devices()[0]
     return {
         "python": platform.python_version(),
         **{package: _version(package) for package in _VERSIONS},
-        "commit": _said("git", "describe", "--always", "--dirty"),
+        # A wheel may lie in an environment within another repository.
+        "commit": _said("git", "describe", "--always", "--dirty") if (EXPERIMENTS.parent / ".git").exists() else None,
         "platform": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),

@@ -52,9 +52,7 @@ def import_ray() -> Any:
         if error.name != "ray":
             raise
         raise ModuleNotFoundError(
-            "rows at servers need Ray, which is not installed: pip install 'jaxrec[cluster]', or in a checkout "
-            "pip install -e '.[cluster]'.",
-            name="ray",
+            "rows at servers need Ray, which is not installed: pip install 'jaxrec[cluster]'.", name="ray"
         ) from None
 
 
