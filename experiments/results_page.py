@@ -41,7 +41,7 @@ from jaxrec.files import atomic_write, make_directory, write_text
 ROOT = Path(__file__).parent.parent
 KINDS = ("measured", "emulated", "simulated", "modelled")
 PATHS = ("path", "binned", "traces")  # flags that name a place on one machine
-MET = ("contradicted here", "not shown", "holds in part", "holds")  # unfavourable first
+MET = ("holds", "holds in part", "not shown", "contradicted here")
 HALVES = ("half_interval", "half_width")  # names of half an interval in keys
 _VERSIONS = {"commit": "commit", "jax": "jax", "Python": "python"}
 _FIGURE = re.compile(r"\{(?:(\w+)/)?([^{}:/]+):(-?\d+)(%?)(~?)\}")
@@ -297,7 +297,7 @@ def table_of(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def by_met(claims: list) -> list:
-    """Sort claims in page order: those contradicted or not shown first."""
+    """Sort claims in page order: those that hold first, those contradicted last."""
     return sorted(claims, key=lambda claim: MET.index(claim["met"]))
 
 
@@ -353,7 +353,7 @@ def page(text: str, directory: Path) -> str:
       text: of headings, paragraphs, lists, tables and pictures, with emphasis, code and links.
       directory: to which the paths of pictures are relative.
     """
-    body = []
+    body: list[str] = []
     for block in text.strip().split("\n\n"):
         if block.startswith("#"):  # text may follow in the next line
             first, _, block = block.partition("\n")
@@ -371,9 +371,24 @@ def page(text: str, directory: Path) -> str:
             body.append("<ul>" + "".join(f"<li>{_said(line[2:])}" for line in block.splitlines()) + "</ul>")
         elif block:
             body.append(f"<p>{_said(block)}</p>")
+    body.insert(1, _contents(text))
     top = '<!doctype html><html lang="en"><meta charset="utf-8"><title>Results of jaxrec</title>'
     top += f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{_STYLE}</style>'
     return top + "\n".join(body) + "</html>\n"
+
+
+def _contents(text: str) -> str:
+    """Return links to the sections, each with those below it.
+
+    >>> _contents("# A\\n\\n## B\\n\\n### C d\\n")
+    '<nav><details><summary><a href="#b">B</a></summary><ul><li><a href="#c-d">C d</a></ul></details></nav>'
+    """
+    _, *parts = re.split(r"^(?=## )", text, flags=re.M)
+    shown = ""
+    for part in parts:
+        first, *below = (f'<a href="#{anchor(its)}">{_said(its)}</a>' for its in re.findall(r"^###? (.*)", part, re.M))
+        shown += f"<details><summary>{first}</summary><ul>{''.join(f'<li>{link}' for link in below)}</ul></details>"
+    return f"<nav>{shown}</nav>"
 
 
 def _said(text: str) -> str:

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import commands
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 NEEDED = 77  # version of setuptools, as in pyproject.toml
 SMOKE = """
 import pathlib, sys
@@ -45,10 +47,10 @@ def too_old() -> str:
 
 def test_every_package_is_in_the_wheel_and_every_command_has_its_script():
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "jaxrec").rglob("*.py")}
-    setup = PROJECT["tool"]["setuptools"]
+    setup = PYPROJECT["tool"]["setuptools"]
     assert set(setup["packages"]) == {*packages, "jaxrec_commands", "jaxrec_commands.scripts.main"}
     assert set(setup["py-modules"]) == {f"jaxrec_commands.scripts.{name}" for name in commands.NAMES}
-    assert PROJECT["project"]["scripts"] == {f"jaxrec-{name}": f"jaxrec_commands:{name}" for name in commands.NAMES}
+    assert PROJECT["scripts"] == {f"jaxrec-{name}": f"jaxrec_commands:{name}" for name in commands.NAMES}
     assert all(getattr(commands, name).args == (name,) for name in commands.NAMES)
 
 
@@ -60,6 +62,12 @@ def test_the_scripts_in_the_wheel_import_no_script_that_is_not():
             names = [node.module] if isinstance(node, ast.ImportFrom) else getattr(node, "names", ())
             roots = {str(getattr(name, "name", name)).partition(".")[0] for name in names}
             assert left_out.isdisjoint(roots), f"{path.name}:{node.lineno}"
+
+
+def test_an_index_can_show_the_readme():
+    """It is its description there: pictures beside it are missing, and, once there is an address, so are pages."""
+    links = re.findall(r"(!?)\[[^]]*\]\((?!https:)([^)]*)\)", (ROOT / "README.md").read_text())
+    assert not [link for picture, link in links if picture or "Repository" in PROJECT["urls"]]
 
 
 def run(directory, *command, path=""):
