@@ -33,7 +33,10 @@ class Model:
         self.about = json.loads((directory / "serve.json").read_text(encoding="utf-8"))
         self.index(json.loads((directory / "categories.json").read_text(encoding="utf-8")))
         with np.load(directory / "weights.npz") as weights:
-            self._weights = jax.device_put(dict(weights))
+            dense = {name: weights[name] for name in weights if name.startswith("dense")}
+            join = lambda tables: np.concatenate([weights[f"table.{name}"] for name in tables])
+            stacks = {name: join(tables) for name, tables in self.about["stacks"].items()}
+        self._weights = jax.device_put((dense, stacks))
         self._call = jax.jit(export.deserialize((directory / "model.stablehlo").read_bytes()).call)
 
     def index(self, categories):
@@ -42,7 +45,7 @@ class Model:
 
     def predict(self, ids, dense):
         """Return the probability of the label, f32[b], of ids {lookup: i32[b, ...]} and numbers f32[b, N]."""
-        return np.asarray(self._call(self._weights, ids, dense))
+        return np.asarray(self._call(*self._weights, ids, dense))
 
     def encode(self, rows):
         """Return ids and numbers, the inputs of `predict`, of rows {column: text, number or list; None if missing}.

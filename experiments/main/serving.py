@@ -1,12 +1,13 @@
 """What a server needs of a run: its model for any number of rows as StableHLO, its weights, and how rows are encoded.
 
-    model.stablehlo   (weights, ids {lookup: i32[b, ...]}, numbers f32[b, N]) -> probability f32[b], see `jax.export`
+    model.stablehlo   (weights {'dense.PATH'}, stacks {name: f32[V, E]}, ids {lookup: i32[b, ...]}, numbers f32[b, N])
+                      -> probability f32[b], see `jax.export`
     weights.npz       'table.NAME' f32[V, E] and 'dense.PATH', the weights of one replica or the mean of all
-    serve.json        shapes, and for each feature its column, its place in the inputs, and its scaling
+    serve.json        shapes, stacks, and for each feature its column, its place in the inputs, and its scaling
     categories.json   {table: the categories of its rows from 2 on}; row 0 is for missing ones, row 1 for unknown ones
     serve.py          reads all these, and needs jax, numpy and flatbuffers alone
 
-Legend: b rows, N numbers, F columns, H categories of a bag, V rows of a table, E embedding width.
+Legend: b rows, N numbers, F columns, H categories of a bag, V rows of a table or a stack, E embedding width.
 """
 
 import json
@@ -24,42 +25,33 @@ from jaxrec.checkpoint import Image, restore_for_prediction
 from jaxrec.data.tabular import Categorical, Dense, Sequence
 from jaxrec.data.tabular.raw import mapping_of
 from jaxrec.data.tabular.schema import table_of
-from jaxrec.embedding import EmbeddingSpec, embedding_matrix
+from jaxrec.embedding import EmbeddingSpec, activations, embedding_matrix
 from jaxrec.files import PARTIAL, make_directory, sync, write_text
 from jaxrec.step import without_replica
-from jaxrec.types import Batch
+from jaxrec.types import Batch, Plan
 from main.click_data import ClickJob
 from main.trained import Trained, job_of, table_directory
 
 PLATFORMS = ("cpu", "cuda")
 
 
-def activations_of(spec: EmbeddingSpec, tables: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> dict:
-    """Look ids up in whole tables {name: f32[V, E]}, as a training step does in the rows of its batch.
+def plans_of(spec: EmbeddingSpec, ids: Mapping[str, jax.Array]) -> dict[str, Plan]:
+    """Return plans over whole stacks, their tables one after another; an id outside its table counts as missing.
 
     >>> from jaxrec.embedding import Lookup, Table
-    >>> spec = EmbeddingSpec({"a": Table(3, 1)}, {"bag": Lookup("a", hots=2, pooling="mean")})
-    >>> tables, ids = {"a": jnp.array([[1.0], [2.0], [4.0]])}, {"bag": jnp.array([[0, 2], [1, -1]])}
-    >>> activations_of(spec, tables, ids)["bag"].tolist()
-    [[2.5], [2.0]]
+    >>> spec = EmbeddingSpec({"a": Table(3, 1), "b": Table(2, 1)}, {"pair": Lookup(("a", "b"))})
+    >>> plans_of(spec, {"pair": jnp.array([[2, 0], [-1, 1], [3, 2]])})["width_1"].inverse["pair"].tolist()
+    [[2, 3], [5, 4], [5, 5]]
     """
-    found = {}
-    for name, lookup in spec.lookups.items():
-        own, hots = ids[name], lookup.hots
-        if isinstance(lookup.tables, str):
-            rows, there = tables[lookup.tables][jnp.maximum(own, 0)], own >= 0
-        else:
-            axis = own.ndim - 1 - (hots > 1)
-            columns = [jnp.take(own, column, axis) for column in range(len(lookup.tables))]
-            each = [tables[table][jnp.maximum(column, 0)] for table, column in zip(lookup.tables, columns, strict=True)]
-            rows, there = jnp.stack(each, axis=axis), own >= 0
-        rows = jnp.where(there[..., None], rows, 0.0)
-        if hots > 1:
-            rows = rows.sum(axis=-2)
-            if lookup.pooling == "mean":
-                rows = rows / jnp.maximum(there.sum(axis=-1), 1)[..., None]
-        found[name] = rows
-    return found
+    plans = {}
+    for stack, its in spec.stacks.items():
+        inverse = {}
+        for name in spec.lookups_of(stack):
+            offset, limit = (each[None] for each in spec.columns_of(name))
+            there = (ids[name] >= 0) & (ids[name] < limit)
+            inverse[name] = jnp.where(there, ids[name] + offset, its.offsets[-1])
+        plans[stack] = Plan(None, inverse, None, None)
+    return plans
 
 
 def write(run: Trained, directory: Path, prepared: Path | None = None) -> Image:
@@ -81,17 +73,17 @@ def write(run: Trained, directory: Path, prepared: Path | None = None) -> Image:
     job, (about, categories) = job_of(run, prepared), described(table_directory(run, prepared))
     state, image = restore_for_prediction(run.images, job.spec, job.init(0))
     leaves, form = jax.tree_util.tree_flatten_with_path(without_replica(state.dense).params)  # the mean of all
-    names = [f"dense{jax.tree_util.keystr(path)}" for path, _ in leaves]
-    weights = {name: np.asarray(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
-    weights |= {f"table.{name}": np.asarray(embedding_matrix(state.tables, name)) for name in job.spec.tables}
-    program = exported(job, form, names, weights, about["lookups"], about["numbers"])
-    about = {"run": image.run, "step": image.step, **about}
+    weights = {f"dense{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in leaves}
+    tables = {f"table.{name}": np.asarray(embedding_matrix(state.tables, name)) for name in job.spec.tables}
+    program = exported(job, form, weights, about["lookups"], about["numbers"])
+    stacks = {name: stack.tables for name, stack in job.spec.stacks.items()}
+    about = {"run": image.run, "step": image.step, "stacks": stacks, **about}
     make_directory(directory.parent)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name, suffix=PARTIAL) as partial:
         whole = Path(partial) / directory.name
         whole.mkdir()
         (whole / "model.stablehlo").write_bytes(program)
-        np.savez(whole / "weights.npz", allow_pickle=False, **weights)  # type: ignore[arg-type]
+        np.savez(whole / "weights.npz", allow_pickle=False, **weights, **tables)  # type: ignore[arg-type]
         write_text(whole / "categories.json", json.dumps(categories, ensure_ascii=False))
         write_text(whole / "serve.json", json.dumps(about, ensure_ascii=False, indent=2) + "\n")
         shutil.copy(Path(__file__).with_name("serve.py"), whole / "serve.py")
@@ -101,23 +93,26 @@ def write(run: Trained, directory: Path, prepared: Path | None = None) -> Image:
     return image
 
 
-def exported(job: ClickJob, form: Any, names: list[str], weights: Mapping, shapes: Mapping, numbers: int) -> bytes:
+def exported(job: ClickJob, form: Any, weights: Mapping, shapes: Mapping, numbers: int) -> bytes:
     """Return the model for batches of any size, serialised."""
     spec = job.spec
 
-    def probability(weights, ids, dense):
-        params = jax.tree_util.tree_unflatten(form, [weights[name] for name in names])
-        tables = {name: weights[f"table.{name}"] for name in spec.tables}
+    def probability(own, stacks, ids, dense):
+        params = jax.tree_util.tree_unflatten(form, [own[name] for name in weights])
         ones = jnp.ones(dense.shape[:1])
         batch = Batch(ids=ids, label=ones, dense=dense, weight=ones)
-        return jax.nn.sigmoid(job.predict(params, activations_of(spec, tables, ids), batch))
+        return jax.nn.sigmoid(job.predict(params, activations(spec, stacks, plans_of(spec, ids)), batch))
 
     (rows,) = jax.export.symbolic_shape("b")
-    of_weights = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in weights.items()}
-    of_ids = {name: jax.ShapeDtypeStruct((rows, *shape), np.int32) for name, shape in shapes.items()}
-    of_dense = jax.ShapeDtypeStruct((rows, numbers), np.float32)
+    of = jax.ShapeDtypeStruct
+    inputs = (
+        {name: of(leaf.shape, leaf.dtype) for name, leaf in weights.items()},
+        {name: of((stack.offsets[-1], stack.width), np.float32) for name, stack in spec.stacks.items()},
+        {name: of((rows, *shape), np.int32) for name, shape in shapes.items()},
+        of((rows, numbers), np.float32),
+    )
     try:
-        program = jax.export.export(jax.jit(probability), platforms=PLATFORMS)(of_weights, of_ids, of_dense)
+        program = jax.export.export(jax.jit(probability), platforms=PLATFORMS)(*inputs)
     except (TypeError, jax.errors.JAXTypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise ValueError(
             f"the model cannot be written for batches of any size ({error!s:.200}): take sizes from shapes, as in "
