@@ -2,8 +2,10 @@
 
 import csv
 import itertools
+import runpy
 
 import evaluate
+import export
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +111,7 @@ def test_the_loss_of_several_labels_is_the_weighted_sum_of_theirs():
         column = losses([target], jnp.array(outputs[:, k : k + 1]), jnp.array(label[:, k]))
         np.testing.assert_array_equal(one, column)
     np.testing.assert_array_equal(one, 2.0 * (outputs[:, 2] - (label[:, 2] - 1000) / 50) ** 2)
-    found = of_each(targets, jnp.array(outputs), Target.served)
+    found = of_each(targets, of_each(targets, jnp.array(outputs), Target.prediction), Target.served)
     np.testing.assert_allclose(found[:, 0], 1 / (1 + np.exp(-outputs[:, 0])), rtol=1e-6)
     np.testing.assert_allclose(found[:, 2], 1000 + 50 * outputs[:, 2], rtol=1e-6)
 
@@ -197,6 +199,21 @@ def test_evaluate_finds_what_training_has_tested(multi, prepared, tmp_path):
     largest = frame["visit"].value_counts(sort=True)["visit"][0]
     names = [found[key] for key in found if key.startswith("segment_visit_") and key.endswith("_name")]
     assert largest in names
+
+
+def test_a_server_answers_all_labels(multi, tmp_path):
+    run, _ = multi
+    rows(seed=2, number=50).write_csv(tmp_path / "new.csv")
+    evaluate.main(
+        evaluate.Config(run, workdir=tmp_path / "a", path=(tmp_path / "new.csv",), predictions=tmp_path / "p.csv")
+    )
+    export.main(export.Config(run_directory=run, serve=tmp_path / "served"))
+    runpy.run_path(str(tmp_path / "served" / "serve.py"))["main"](tmp_path / "new.csv", tmp_path / "found.csv")
+    found, wanted = pl.read_csv(tmp_path / "found.csv"), pl.read_csv(tmp_path / "p.csv")
+    for name in ("like", "click", "price"):
+        column = f"{name}_prediction"
+        np.testing.assert_allclose(found[column], wanted[column], rtol=1e-5)
+    assert found.columns == [name for name in wanted.columns if name.endswith("_prediction")]
 
 
 def test_raw_rows_are_predicted_with_their_keys(multi, prepared, tmp_path):

@@ -3,7 +3,7 @@
     python serve.py rows.csv predictions.csv
 
 `export.py --serve DIR` copies this file to DIR, beside what it reads. A server imports it: `Model(directory)` has
-`encode`, from rows as a file or a request has them to ids and numbers, and `predict`, from these to probabilities.
+`encode`, from rows as a file or a request has them to ids and numbers, and `predict`, from these to predictions.
 
 Legend: b rows, H categories of a bag.
 """
@@ -44,7 +44,10 @@ class Model:
         self._rows = {table: {name: 2 + i for i, name in enumerate(names)} for table, names in categories.items()}
 
     def predict(self, ids, dense):
-        """Return the probability of the label, f32[b], of ids {lookup: i32[b, ...]} and numbers f32[b, N]."""
+        """Return predictions f32[b] of ids {lookup: i32[b, ...]} and numbers f32[b, N], of K labels f32[b, K].
+
+        They are probabilities of labels of 0 and 1, and the numbers of a regression.
+        """
         return np.asarray(self._call(*self._weights, ids, dense))
 
     def encode(self, rows):
@@ -148,13 +151,14 @@ def rows_of(about, path):
 
 
 def main(source, target):
-    """Write a file with the probability of each row of a text file."""
+    """Write a file with the predictions of each row of a text file."""
     model, partial = Model(Path(__file__).parent), Path(f"{target}.partial")
     rows = rows_of(model.about, source)
     with open(partial, "w", encoding="utf-8") as out:
-        out.write("probability\n")
+        out.write(",".join(f"{label}_prediction" for label in model.about["labels"]) + "\n")
         while some := list(itertools.islice(rows, 4096)):
-            out.writelines(f"{p:.9g}\n" for p in model.predict(*model.encode(some)))
+            found = model.predict(*model.encode(some)).reshape(len(some), -1)
+            out.writelines(",".join(f"{one:.9g}" for one in row) + "\n" for row in found)
     partial.replace(target)
 
 

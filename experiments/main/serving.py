@@ -1,7 +1,7 @@
 """What a server needs of a run: its model for any number of rows as StableHLO, its weights, and how rows are encoded.
 
     model.stablehlo   (weights {'dense.PATH'}, stacks {name: f32[V, E]}, ids {lookup: i32[b, ...]}, numbers f32[b, N])
-                      -> probability f32[b], see `jax.export`
+                      -> probability f32[b], or f32[b, K] of K labels, numbers of a regression; see `jax.export`
     weights.npz       'table.NAME' f32[V, E] and 'dense.PATH', the weights of one replica or the mean of all
     serve.json        shapes, stacks, and for each feature its column, its place in the inputs, and its scaling
     categories.json   {table: the categories of its rows from 2 on}; row 0 is for missing ones, row 1 for unknown ones
@@ -30,6 +30,7 @@ from jaxrec.files import PARTIAL, make_directory, sync, write_text
 from jaxrec.step import without_replica
 from jaxrec.types import Batch, Plan
 from main.click_data import ClickJob
+from main.targets import Target, of_each
 from main.trained import Trained, job_of, table_directory
 
 PLATFORMS = ("cpu", "cuda")
@@ -77,7 +78,8 @@ def write(run: Trained, directory: Path, prepared: Path | None = None) -> Image:
     tables = {f"table.{name}": np.asarray(embedding_matrix(state.tables, name)) for name in job.spec.tables}
     program = exported(job, form, weights, about["lookups"], about["numbers"])
     stacks = {name: stack.tables for name, stack in job.spec.stacks.items()}
-    about = {"run": image.run, "step": image.step, "stacks": stacks, **about}
+    labels = [target.name for target in job.targets]
+    about = {"run": image.run, "step": image.step, "labels": labels, "stacks": stacks, **about}
     make_directory(directory.parent)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=directory.name, suffix=PARTIAL) as partial:
         whole = Path(partial) / directory.name
@@ -97,11 +99,12 @@ def exported(job: ClickJob, form: Any, weights: Mapping, shapes: Mapping, number
     """Return the model for batches of any size, serialised."""
     spec = job.spec
 
-    def probability(own, stacks, ids, dense):
+    def answer(own, stacks, ids, dense):
         params = jax.tree_util.tree_unflatten(form, [own[name] for name in weights])
         ones = jnp.ones(dense.shape[:1])
         batch = Batch(ids=ids, label=ones, dense=dense, weight=ones)
-        return jax.nn.sigmoid(job.predict(params, activations(spec, stacks, plans_of(spec, ids)), batch))
+        found = job.predict(params, activations(spec, stacks, plans_of(spec, ids)), batch)
+        return of_each(job.targets, found, Target.served)
 
     (rows,) = jax.export.symbolic_shape("b")
     of = jax.ShapeDtypeStruct
@@ -112,7 +115,7 @@ def exported(job: ClickJob, form: Any, weights: Mapping, shapes: Mapping, number
         of((rows, numbers), np.float32),
     )
     try:
-        program = jax.export.export(jax.jit(probability), platforms=PLATFORMS)(*inputs)
+        program = jax.export.export(jax.jit(answer), platforms=PLATFORMS)(*inputs)
     except (TypeError, jax.errors.JAXTypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise ValueError(
             f"the model cannot be written for batches of any size ({error!s:.200}): take sizes from shapes, as in "
@@ -143,7 +146,6 @@ def described(directory: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         features.append(one)
     shapes = {"sparse": [len(schema.single)]} if schema.single else {}
     return {
-        "label": schema.label[0].column,
         "lookups": shapes | {bag.column: [bag.hots] for bag in schema.bags},
         "numbers": len(schema.dense),
         "absent": list(schema.absent),

@@ -46,9 +46,9 @@ class Target(NamedTuple):
         """Return what is measured: the logit of a click, or the number."""
         return output if self.moments is None else self.moments[0] + self.moments[1] * output
 
-    def served(self, output: jax.Array) -> jax.Array:
-        """Return what a user wants: the probability of a click, or the number."""
-        return jax.nn.sigmoid(output) if self.moments is None else self.prediction(output)
+    def served(self, prediction: jax.Array) -> jax.Array:
+        """Return what a server answers: the probability of a click, or the number."""
+        return jax.nn.sigmoid(prediction) if self.moments is None else prediction
 
 
 Targets = Sequence[Target]
