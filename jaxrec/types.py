@@ -65,7 +65,8 @@ class Plan(NamedTuple):
 
     # i32[S, U] row numbers in the stack, in order of first appearance, padded with V.
     unique: Array
-    inverse: Array  # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing
+    # {lookup: i32[B, ...]} position in the flattened [S * U]; S * U if missing. Columns of other stacks are left out.
+    inverse: Array
     count: Array  # i32[S] unique rows per shard; above U on overflow
     invalid: Array  # i32[] ids outside their table, treated as missing
 

@@ -112,7 +112,7 @@ def _check_plans(spec, plans, ids):
             "with jaxrec.plan(spec, batch.ids), or iterate over planned(spec, batches)."
         )
     for name, plan in plans.items():
-        wanted = {key: ids[key].shape for key in spec.lookups_of(name)}
+        wanted = {key: _shape_there(spec, name, key, ids[key].shape) for key in spec.lookups_of(name)}
         shapes = {key: array.shape for key, array in plan.inverse.items()}
         if shapes != wanted or len(plan.unique) != spec.shards:
             raise ValueError(
@@ -123,13 +123,19 @@ def _check_plans(spec, plans, ids):
             _check_host_plan(spec, name, plan, ids)
 
 
+def _shape_there(spec, stack, key, shape):
+    """Return the shape of the ids of a lookup that are in one stack, without touching them."""
+    axis, places = len(shape) - 1 - (spec.lookups[key].hots > 1), spec.places_of(key, stack)
+    return shape if len(places) == len(spec.lookups[key].columns) else (*shape[:axis], len(places), *shape[axis + 1 :])
+
+
 def _check_host_plan(spec, name, plan, ids):
     if plan.count.max() > plan.unique.shape[1]:
         raise ValueError(
             f"the plan of {name!r} has dropped rows: {plan.count.max()} in a shard of capacity "
             f"{plan.unique.shape[1]}. Use jaxrec.plan, which plans again with more."
         )
-    if not is_plan_of(spec, plan, ids):
+    if not is_plan_of(spec, name, plan, ids):
         raise ValueError(
             f"the plan of {name!r} is that of other ids: plan this very batch, jaxrec.plan(spec, "
             "batch.ids), and do not write into its arrays afterwards."

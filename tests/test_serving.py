@@ -47,19 +47,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def served(directory, model):
+def served(directory, model, widths=None):
     """A run of a model with all kinds of features, and its directory for a server."""
-    run, *_ = tabular_run(directory, model)
+    run, *_ = tabular_run(directory, model, widths=widths)
     export.main(export.Config(run_directory=run, serve=directory / "served"))
     return run, directory / "served"
 
 
-@pytest.mark.parametrize("model", ["deepfm", "din", "dcnv2", "mine.py:Net"])
-def test_it_predicts_what_evaluate_does_without_jaxrec(tmp_path, model):
+@pytest.mark.parametrize(
+    ("model", "widths"),
+    [
+        ("deepfm", None),
+        ("din", {"user": 2, "item": 3, "tag": 7}),
+        ("dcnv2", {"age": 1}),
+        ("mine.py:Net", None),
+    ],
+)
+def test_it_predicts_what_evaluate_does_without_jaxrec(tmp_path, model, widths):
     (tmp_path / "mine.py").write_text(OWN)
-    run, directory = served(tmp_path, str(tmp_path / model) if ":" in model else model)
+    run, directory = served(tmp_path, str(tmp_path / model) if ":" in model else model, widths)
     rows = write_lines(tmp_path / "new.csv", table_lines(100, seed=1))
-    evaluate.main(evaluate.Config(run, workdir=tmp_path / "look", path=(rows,)))
+    evaluate.main(evaluate.Config(run, workdir=tmp_path / "look", path=(rows,), group="user", segments=("age",)))
     wanted = np.load(tmp_path / "look" / "predictions.npz")["probability"]
     words = [directory / "serve.py", rows, tmp_path / "found.csv"]
     command = [sys.executable, "-c", WITHOUT_JAXREC, *map(str, words)]

@@ -48,7 +48,8 @@ def train_run(directory: Path, data, flags, extra=None, trained=True, job=None):
     if trained:
         state = Serial(job.task, state).train(data.train(0))
     directory.mkdir()
-    config = {"experiment": "train", "model": "small_dlrm", "seed": 0, "path": [], "run": "a" * 16, **flags}
+    config = {"experiment": "train", "model": "small_dlrm", "seed": 0, "path": [], "run": "a" * 16}
+    config |= {"embedding_width": 4, **flags}
     (directory / "config.json").write_text(json.dumps(config))
     with Checkpointer(directory / "checkpoints", run="a" * 16) as checkpointer:
         checkpointer.save(state, extra)
@@ -105,13 +106,13 @@ def table_lines(rows, seed=0):
         yield ",".join(map(str, fields))
 
 
-def tabular_run(directory: Path, model="lr", trained=True, rows=300):
+def tabular_run(directory: Path, model="lr", trained=True, rows=300, widths=None):
     """A run over a prepared table, of which the last fifth is for the test: (directory, job, features of the table)."""
     (directory / "schema.py").write_text(SCHEMA)
     prepared, schema = directory / "prepared", open_schema(str(directory / "schema.py"))
     metadata = prepare_table([write_lines(directory / "a.csv", table_lines(rows))], prepared, schema)
     data = Tabular(path=(prepared,), batch_size=64, steps=STEPS).open(seed=0)
-    job = table_job(data.table, make_model(model, 4), DENSE, ROWS, 4, 3)
+    job = table_job(data.table, make_model(model, 4), DENSE, ROWS, 4, 3, widths=widths)
     config = {"data": "tabular", "path": [str(prepared)], "model": model}
     train_run(directory / "run", data, config, {"vocabulary_digest": data.vocabulary_digest}, trained, job)
     return directory / "run", job, metadata["table"]["features"]

@@ -32,10 +32,16 @@ from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 from main.model import Model, as_functions
 from main.targets import CLICK, Target, Targets, losses, of_each
+from main.widths import initial_projections, projected
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
 TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
 _ORDER = 4  # random stream, distinct from those of the synthetic log
+
+
+def fields_of(number: int = 26) -> tuple[str, ...]:
+    """Return the categorical fields of Criteo's logs, and of the synthetic one: C1, C2 and so on."""
+    return tuple(f"C{i + 1}" for i in range(number))
 
 
 class ClickJob(NamedTuple):
@@ -74,22 +80,25 @@ def click_job(
     width: int = 16,
     shards: int = 8,
     seed: int = 0,
+    widths: Mapping[str, int] | None = None,
 ) -> ClickJob:
     """Build the job of a model over one table per categorical field.
 
     Args:
       cardinalities: rows of each table: C1, C2 and so on.
       model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B], see model.py.
-      width: E, of all tables.
+      width: E, of all tables but those in `widths`.
       shards: S, of every table.
       seed: of the initial rows, and of a model that draws numbers.
+      widths: {table: width}; rows of another width than E are projected to it, see widths.py.
     """
-    fields = tuple(f"C{i + 1}" for i in range(len(cardinalities)))
-    tables = {name: Table(rows, width) for name, rows in zip(fields, cardinalities, strict=True)}
+    fields = fields_of(len(cardinalities))
+    own = widths or {}
+    tables = {name: Table(rows, own.get(name, width)) for name, rows in zip(fields, cardinalities, strict=True)}
     spec = EmbeddingSpec(tables, {"sparse": Lookup(fields)}, shards, seed)
     examples = jnp.zeros((1, DENSE_FEATURES)), jnp.zeros((1, len(fields), width))
     inputs = lambda activations, batch: (batch.dense, activations["sparse"])
-    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer)
+    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, width)
 
 
 def job_of_model(
@@ -98,9 +107,10 @@ def job_of_model(
     spec: EmbeddingSpec,
     optimizer: optax.GradientTransformation,
     row_optimizer: RowOptimizer,
+    width: int,
     targets: Targets = CLICK,
 ) -> ClickJob:
-    """Build the job of a model whose inputs are a function of activations and batch.
+    """Build the job of a model whose inputs are a function of activations of width E and batch.
 
     Raises:
       ValueError: the model has not one output for each of the targets.
@@ -113,13 +123,13 @@ def job_of_model(
         )
 
     def predict(params, activations, batch):
-        outputs = model.predict(params, *inputs(activations, batch))
+        outputs = model.predict(params, *inputs(projected(spec, params, activations), batch))
         return of_each(targets, outputs, Target.prediction)
 
     def loss_of(params, activations, batch, rng=None):
         # What pads a batch is left out of the statistics of a model; a batch of padding alone would have none.
         counts = (batch.weight > 0) | (batch.weight.sum() == 0) if model.changes else None
-        outputs, variables = model.train(params, counts, rng, *inputs(activations, batch))
+        outputs, variables = model.train(params, counts, rng, *inputs(projected(spec, params, activations), batch))
         found = losses(targets, outputs, batch.label)
         return (found, {}, variables) if model.changes else found
 
@@ -133,7 +143,8 @@ def job_of_model(
         task = Task(spec, random_loss, optimizer, row_optimizer, seed=spec.seed)
     else:
         task = Task(spec, loss, optimizer, row_optimizer)
-    return ClickJob(task, model.init, predict, model.changes, targets)
+    init = lambda seed: model.init(seed) | initial_projections(spec, width, seed)
+    return ClickJob(task, init, predict, model.changes, targets)
 
 
 class Data(NamedTuple):

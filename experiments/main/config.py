@@ -32,6 +32,7 @@ from main.recovering import CPRKind, Periodic, Recovering, Unprotected
 from main.sources import SOURCES, Criteo, DataKind, Synthetic, Tabular
 from main.targets import Target
 from main.trainers import LockStep, One, Processes, Replicas, ShadowKind, Threads, Where
+from main.widths import widths_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,8 @@ class Config:
         for part in (source, self.learning, looks, self.trainers):
             part.check()
         self.saves.check(self.home.shards)
+        if self.learning.widths:
+            widths_of(self.learning.widths, source.tables())
         refuse(
             {
                 "--model din weighs a history by a candidate: give --data tabular with a Sequence, or another model.": (

@@ -20,9 +20,10 @@ from jaxrec.embedding import (
 )
 from jaxrec.types import RowOptimizer
 from main.cli import refuse
-from main.click_data import ClickJob, Data, click_job
+from main.click_data import ClickJob, Data, click_job, fields_of
 from main.model import check_model, is_own, model_of, of_run
-from main.table_data import table_job
+from main.table_data import table_job, tables_by_field
+from main.widths import widths_of
 
 OPTIMIZERS: dict[str, Callable] = {"adam": optax.adam, "adagrad": optax.adagrad, "sgd": optax.sgd}
 ROW_OPTIMIZERS: dict[str, Callable] = {
@@ -39,6 +40,9 @@ class Learning:
     """dlrm, dcnv2, lr, fm, dnn, wide_deep, deepfm, finalmlp, din or small_dlrm; for several labels shared_bottom or
     mmoe; or one's own, as FILE.py:NAME, see docs/your_model.md."""
     embedding_width: int = 16
+    widths: tuple[str, ...] = ()
+    """FIELD=WIDTH: fields with tables of another width, such as user=32 weekday=4; a learned matrix projects their rows
+    to --embedding-width."""
     layers: tuple[int, ...] | None = None
     """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower; of
     shared_bottom and mmoe those that the labels share."""
@@ -97,8 +101,10 @@ class Learning:
         model = model_of(dataclasses.asdict(self), self.embedding_width, len(data.targets))
         how = *self.optimizers(steps), self.embedding_width, shards, seed
         if data.table is not None:
-            return table_job(data.table, model, *how, data.targets)
-        return click_job(data.cardinalities, model, *how)
+            widths = widths_of(self.widths, tables_by_field(data.table))
+            return table_job(data.table, model, *how, widths, data.targets)
+        tables = {field: field for field in fields_of(len(data.cardinalities))}
+        return click_job(data.cardinalities, model, *how, widths_of(self.widths, tables))
 
     def slower(self, factor: float) -> "Learning":
         """Return the same with both learning rates multiplied by a factor."""

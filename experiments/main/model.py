@@ -47,7 +47,8 @@ def make_model(name: str, width: int, **flags: Any) -> Any:
     """Build a model of the usual size; 'small_dlrm' is for many short runs.
 
     'dcnv2_mlperf' at width 128 is that of MLPerf Training; its rank, 512 there, is 4 * width. In 'lr', 'fm',
-    'wide_deep' and 'deepfm' the first number of a row is the weight of its category.
+    'wide_deep' and 'deepfm' the first number of a row, projected if its table has another width, is the weight of its
+    category.
 
     Args:
       name: built-in model, or FILE.py:NAME.

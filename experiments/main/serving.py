@@ -47,10 +47,9 @@ def plans_of(spec: EmbeddingSpec, ids: Mapping[str, jax.Array]) -> dict[str, Pla
     plans = {}
     for stack, its in spec.stacks.items():
         inverse = {}
-        for name in spec.lookups_of(stack):
-            offset, limit = (each[None] for each in spec.columns_of(name))
-            there = (ids[name] >= 0) & (ids[name] < limit)
-            inverse[name] = jnp.where(there, ids[name] + offset, its.offsets[-1])
+        for name, own in spec.ids_of(stack, ids).items():
+            offset, limit = (each[None] for each in spec.columns_of(name, stack))
+            inverse[name] = jnp.where((own >= 0) & (own < limit), own + offset, its.offsets[-1])
         plans[stack] = Plan(None, inverse, None, None)
     return plans
 

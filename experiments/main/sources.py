@@ -15,8 +15,8 @@ from jaxrec.data.blocks import read_metadata
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.files import local_path
 from main.cli import belongs, refuse, say
-from main.click_data import Data, criteo_clicks, data_of_blocks, synthetic_clicks
-from main.table_data import open_rows, table_of
+from main.click_data import Data, criteo_clicks, data_of_blocks, fields_of, synthetic_clicks
+from main.table_data import open_rows, table_of, tables_by_field
 from main.targets import Targets, targets_of
 
 DataKind = Literal["synthetic", "criteo", "tabular"]
@@ -54,6 +54,10 @@ class Source(abc.ABC):
     def for_training(self, seed: int) -> Data:
         """Return the data without what only an evaluation needs."""
         return self.open(seed)
+
+    def tables(self) -> Mapping[str, str]:
+        """Return {field: its table}."""
+        return {field: field for field in fields_of()}
 
     def from_anywhere(self) -> Any:
         """Return the same with absolute paths of prepared data, for a process with another working directory."""
@@ -213,6 +217,9 @@ class Tabular(Files):
     def has_validation(self) -> bool:
         """Whether its schema has set validation rows apart, or --validation-fraction does."""
         return super().has_validation() or "validation" in read_metadata(local_path(self.path[0]))["rows"]
+
+    def tables(self) -> Mapping[str, str]:
+        return tables_by_field(table_of(self.path[0]))
 
     def open(self, seed: int) -> Data:
         directory, share = self.path[0], self.validation_fraction

@@ -59,6 +59,12 @@ def tables_of(table: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(shared.get(name, name) for name in table["sparse"])
 
 
+def tables_by_field(table: Mapping[str, Any]) -> dict[str, str]:
+    """Return {field: its table} of the columns of 'sparse' and the bags."""
+    single = zip(table["sparse"], tables_of(table), strict=True)
+    return dict(single) | {name: bag["table"] for name, bag in table["bags"].items()}
+
+
 def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
     """Return the features looked up in a table with a vocabulary, in which row 1 stands for unknown ids.
 
@@ -66,9 +72,7 @@ def with_vocabulary(table: Mapping[str, Any]) -> frozenset[str]:
     >>> sorted(with_vocabulary(table | {"features": {"user": {}, "item": {"distinct": 9}, "seen": {}}}))
     ['item', 'seen']
     """
-    tables = dict(zip(table["sparse"], tables_of(table), strict=True))
-    tables |= {name: bag["table"] for name, bag in table["bags"].items()}
-    return frozenset(name for name, its in tables.items() if "distinct" in table["features"][its])
+    return frozenset(name for name, its in tables_by_field(table).items() if "distinct" in table["features"][its])
 
 
 def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
@@ -86,7 +90,14 @@ def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
     )
 
 
-def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, history: str | None = None) -> EmbeddingSpec:
+def spec_of(
+    table: Mapping[str, Any],
+    width: int,
+    shards: int,
+    seed: int,
+    history: str | None = None,
+    widths: Mapping[str, int] | None = None,
+) -> EmbeddingSpec:
     """Build the spec of a prepared table; the steps of the bag `history` keep separate embeddings.
 
     >>> table = {"tables": {"user": 9, "tag": 5}, "sparse": ["user"], "bags": {"tags": {"table": "tag", "hots": 3}}}
@@ -97,7 +108,7 @@ def spec_of(table: Mapping[str, Any], width: int, shards: int, seed: int, histor
     lookups = {"sparse": Lookup(tables_of(table))} if table["sparse"] else {}
     hots = {name: 1 if name == history else bag["hots"] for name, bag in table["bags"].items()}
     lookups |= {name: Lookup(bag["table"], hots[name], "mean") for name, bag in table["bags"].items()}
-    tables = {name: Table(rows, width) for name, rows in table["tables"].items()}
+    tables = {name: Table(rows, (widths or {}).get(name, width)) for name, rows in table["tables"].items()}
     return EmbeddingSpec(tables, lookups, shards, seed)
 
 
@@ -109,6 +120,7 @@ def table_job(
     width: int = 16,
     shards: int = 8,
     seed: int = 0,
+    widths: Mapping[str, int] | None = None,
     targets: Targets = (),
 ) -> ClickJob:
     """Build the job of a model over a prepared table.
@@ -117,8 +129,9 @@ def table_job(
       table: metadata of the table, see `table_of`.
       model: (dense f32[B, N], activations f32[B, F, E]) -> output f32[B] or f32[B, K], see model.py; without dense
         features it gets one of zeros. Or a `DIN`, with candidate and history from `history_of`.
-      width: E, of all tables.
+      width: E, of all tables but those in `widths`.
       seed: of the initial rows, and of a model that draws numbers.
+      widths: as for `click_job`.
       targets: what the outputs predict; the first label of the table if there are none.
     """
     targets = targets or targets_of(table)
@@ -141,5 +154,5 @@ def table_job(
             seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(rows, -1) >= 0]
         return seen
 
-    spec = spec_of(table, width, shards, seed, history)
-    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, targets)
+    spec = spec_of(table, width, shards, seed, history, widths)
+    return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, width, targets)

@@ -15,7 +15,7 @@ from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
-from main.click_data import ClickJob, click_job
+from main.click_data import ClickJob, click_job, fields_of
 from main.model import model_of, of_run
 from main.run_dir import BEST
 from main.signals import say
@@ -108,9 +108,9 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
       prepared: current location of its prepared table; where the run had it if None. Only for --data tabular, where it
         names the tables.
     """
-    (width,) = {width for _, width in run.image.tables.values()}
+    width, widths = run.config["embedding_width"], {name: width for name, (_, width) in run.image.tables.items()}
     flags = {**run.config, "model": of_run(run.config["model"], run.directory)}
-    how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed
+    how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed, widths
     if run.config["data"] == "tabular":
         table = table_of_run(run, table_directory(run, prepared))
         targets = targets_of_run(run, table)
@@ -192,7 +192,7 @@ def prepared_of(run: Trained, given: Path | None = None) -> tuple[Path, Encoder]
             "lost, prepare the same files with the same options (prepare.py) and give that."
         )
     encoder = open_encoder(found)
-    tables = {f"C{i + 1}": rows for i, rows in enumerate(encoder.cardinalities)}
+    tables = dict(zip(fields_of(), encoder.cardinalities, strict=True))
     refuse_other_ids(run, found, tables, encoder.digest)
     return found, encoder
 

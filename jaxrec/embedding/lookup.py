@@ -153,9 +153,9 @@ def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None)
     """
     capacity = capacity or {}
     plans = {}
-    for name, stack in spec.stacks.items():
-        lookups = {key: _as_int32(ids[key]) for key in spec.lookups_of(name)}
-        plans[name] = _plan_stack(spec, stack, lookups, capacity.get(name))
+    for name in spec.stacks:
+        lookups = {key: _as_int32(array) for key, array in spec.ids_of(name, ids).items()}
+        plans[name] = _plan_stack(spec, name, lookups, capacity.get(name))
     return plans
 
 
@@ -167,8 +167,8 @@ def _as_int32(ids):
     return np.ascontiguousarray(ids, np.int32)
 
 
-def _plan_stack(spec, stack, lookups, capacity):
-    n = sum(array.size for array in lookups.values())
+def _plan_stack(spec, name, lookups, capacity):
+    stack, n = spec.stacks[name], sum(array.size for array in lookups.values())
     keys = np.full(1 << (2 * n).bit_length(), -1, np.int32)
     ranks = np.empty_like(keys)
     found = np.empty((stack.shards, n), np.int32)
@@ -176,7 +176,7 @@ def _plan_stack(spec, stack, lookups, capacity):
     positions, invalid = {}, 0
     for key, array in lookups.items():
         positions[key] = np.empty(array.size, np.int64)
-        offset, limit = spec.columns_of(key)
+        offset, limit = spec.columns_of(key, name)
         invalid += kernels.number_rows(
             array.reshape(-1), spec.lookups[key].hots, offset, limit, stack.shards,
             keys, ranks, found, count, positions[key],
@@ -192,12 +192,12 @@ def _plan_stack(spec, stack, lookups, capacity):
     return Plan(unique, inverse, count, np.int32(invalid))
 
 
-def is_plan_of(spec: EmbeddingSpec, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
+def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:
     """Return whether a plan of numpy arrays maps every id to its own row, which a plan of another batch does not."""
-    unique = plan.unique.reshape(-1)
+    unique, ids = plan.unique.reshape(-1), spec.ids_of(stack, ids)
     return not any(
         kernels.misplaced(
-            _as_int32(ids[key]).reshape(-1), spec.lookups[key].hots, *spec.columns_of(key), unique,
+            _as_int32(ids[key]).reshape(-1), spec.lookups[key].hots, *spec.columns_of(key, stack), unique,
             np.ascontiguousarray(plan.inverse[key]).reshape(-1),
         )
         for key in plan.inverse
@@ -247,24 +247,24 @@ def device_plan(spec: EmbeddingSpec, ids, capacity, sharded=False) -> dict[str, 
     spec.check_ids(ids)
     plans = {}
     for name, stack in spec.stacks.items():
-        lookups = {key: ids[key] for key in spec.lookups_of(name)}
-        rows, invalid = _stack_rows(spec, stack, lookups, sharded)
+        lookups = spec.ids_of(name, ids)
+        rows, invalid = _stack_rows(spec, name, lookups, sharded)
         unique, position, count = _number(rows, stack, capacity[name], sharded)
         plans[name] = Plan(unique, _split_back(position, lookups, sharded), count, invalid)
     return plans
 
 
-def _stack_rows(spec, stack, lookups, sharded):
+def _stack_rows(spec, name, lookups, sharded):
     """Return row numbers i32[N] of all devices' ids, V where missing, and the number of ids outside their table."""
-    parts, invalid = [], jnp.zeros((), jnp.int32)
+    parts, invalid, missing = [], jnp.zeros((), jnp.int32), spec.stacks[name].rows
     for key, local in lookups.items():
         hots = spec.lookups[key].hots
-        offset, limit = (np.repeat(a, hots)[None, :] for a in spec.columns_of(key))
+        offset, limit = (np.repeat(a, hots)[None, :] for a in spec.columns_of(key, name))
         part = jax.lax.all_gather(local, AXES, tiled=True) if sharded else jnp.asarray(local)
         part = part.reshape(-1, offset.shape[1])
         valid = (part >= 0) & (part < limit)
         invalid += jnp.sum(~valid & (part != -1), dtype=jnp.int32)
-        parts.append(jnp.where(valid, part + offset, stack.rows).reshape(-1))
+        parts.append(jnp.where(valid, part + offset, missing).reshape(-1))
     if sharded:
         invalid = jax.lax.pmax(invalid, AXES)  # equal on all devices already; marks it as replicated
     return jnp.concatenate(parts), invalid
@@ -339,9 +339,9 @@ def activations(spec: EmbeddingSpec, values, plans):
 
     Returns:
       {lookup: f32[B, ..., E]}, with the axis H of multi-hot lookups pooled; missing ids are ignored, and an empty bag
-      yields zeros.
+      yields zeros. Of a lookup whose tables differ in width, [f32[B, ..., E], ...], one for each column.
     """
-    result = {}
+    result: dict = {}
     for name, plan in plans.items():
         rows = jnp.asarray(values[name]).reshape(-1, values[name].shape[-1])
         lookups = spec.lookups_of(name)
@@ -349,7 +349,14 @@ def activations(spec: EmbeddingSpec, values, plans):
         totals = _totals(bags, rows, {key: jnp.asarray(plan.inverse[key]) for key in lookups})
         for key, lookup in lookups.items():
             mean = key in bags and lookup.pooling == "mean"
-            result[key] = _mean(totals[key], plan.inverse[key], len(rows)) if mean else totals[key]
+            found = _mean(totals[key], plan.inverse[key], len(rows)) if mean else totals[key]
+            places, columns = spec.places_of(key, name), len(lookup.columns)
+            if len(places) == columns:
+                result[key] = found
+            else:
+                each = result.setdefault(key, [None] * columns)
+                for place, column in zip(places, jnp.split(found, len(places), axis=-2), strict=True):
+                    each[place] = column.squeeze(-2)
     return result
 
 

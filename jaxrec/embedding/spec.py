@@ -46,7 +46,7 @@ class Lookup:
 
     Attributes:
       tables: the name of one table for ids of any shape [B, ...], or a tuple of F names, one per column, for ids of
-        shape [B, F].
+        shape [B, F]. If these tables differ in width, the activations are a list, with one array for each column.
       hots: number of ids in a bag; if above 1, ids have a last axis of that size, which pooling removes.
       pooling: 'sum' or 'mean' over the ids of a bag that are not missing (-1); an empty bag yields zeros.
     """
@@ -134,9 +134,6 @@ class EmbeddingSpec:
             unknown = [t for t in lookup.columns if t not in self.tables]
             if unknown:
                 raise ValueError(f"lookup {name!r} names unknown tables {unknown}; known: {list(self.tables)}.")
-            widths = {self.tables[t].width for t in lookup.columns}
-            if len(widths) > 1:
-                raise ValueError(f"lookup {name!r} mixes embedding widths {sorted(widths)}: use one lookup per width.")
         unread = set(self.tables) - {t for lookup in self.lookups.values() for t in lookup.columns}
         if unread:
             raise ValueError(f"no lookup reads the tables {sorted(unread)}: remove them or name them in one.")
@@ -168,23 +165,46 @@ class EmbeddingSpec:
         return Stack(width, names, (0, *map(int, ends)), self.shards)
 
     def lookups_of(self, stack: str) -> dict[str, Lookup]:
-        """Return the lookups that read one stack, in order."""
-        names = self.stacks[stack].tables
-        return {name: lookup for name, lookup in self.lookups.items() if lookup.columns[0] in names}
+        """Return the lookups of which a column is in one stack, in order."""
+        return {name: lookup for name, lookup in self.lookups.items() if (name, stack) in self._columns}
 
-    def columns_of(self, lookup: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for the table of each column, its first row in the stack and its number of rows, i32[F] each."""
-        return self._columns[lookup]
+    def columns_of(self, lookup: str, stack: str | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for the table of each column, its first row in its stack and its number of rows, i32[F] each.
+
+        Args:
+          lookup: name of a lookup.
+          stack: stack of the columns; None for all columns.
+        """
+        return self._columns[lookup, stack][1:]
+
+    def ids_of(self, stack: str, ids: Mapping) -> dict:
+        """Return, of ids {lookup: i32[B, ...]}, the columns in one stack: all, unless a lookup has several widths."""
+        found = {}
+        for name, lookup in self.lookups_of(stack).items():
+            places = self.places_of(name, stack)
+            if len(places) == len(lookup.columns):
+                found[name] = ids[name]
+            else:
+                found[name] = ids[name][..., places, :] if lookup.hots > 1 else ids[name][..., places]
+        return found
+
+    def places_of(self, lookup: str, stack: str) -> np.ndarray:
+        """Return which columns of a lookup are in one stack, ascending."""
+        return self._columns[lookup, stack][0]
 
     @functools.cached_property
     def _columns(self):
-        return {name: self._columns_of(lookup) for name, lookup in self.lookups.items()}
-
-    def _columns_of(self, lookup):
-        columns = lookup.columns
-        stack = self.stacks[f"width_{self.tables[columns[0]].width}"]
-        offset = np.array([stack.offsets[stack.tables.index(t)] for t in columns], np.int32)
-        return offset, np.array([self.tables[t].rows for t in columns], np.int32)
+        first = {t: row for stack in self.stacks.values() for t, row in zip(stack.tables, stack.offsets, strict=False)}
+        found = {}
+        for name, lookup in self.lookups.items():
+            home = np.array([f"width_{self.tables[t].width}" for t in lookup.columns])
+            offset = np.array([first[t] for t in lookup.columns], np.int32)
+            limit = np.array([self.tables[t].rows for t in lookup.columns], np.int32)
+            found[name, None] = np.arange(len(home)), offset, limit
+            for stack in dict.fromkeys(home.tolist()):
+                places = np.flatnonzero(home == stack)
+                found[name, stack] = places, offset[places], limit[places]
+        return found
 
     def layout(self, row_optimizer: RowOptimizer) -> "Layout":
         """Return the parts of a row (embedding and optimizer slots) for each stack.
