@@ -33,6 +33,7 @@ DATA = synthetic_clicks(CARDINALITIES, 64, 40, seed=0, test_batches=1)
 WIDTHS = {"C1": 6, "C3": 1}
 TABLE = {
     "tables": {"user": 9, "item": 20, "tag": 5},
+    "labels": ["click"],
     "sparse": ["user", "item"],
     "bags": {"tags": {"table": "tag", "hots": 2}, "seen": {"table": "item", "hots": 10}},
     "dense": [],
