@@ -27,7 +27,7 @@ from main.homes import Placed
 from main.model import keep_copy
 from main.plots import draw, table
 from main.pools import train_pool
-from main.recorder import Recorder, check_seeds, resumed
+from main.recorder import Recorder, check_seeds, resumed, tensorboard
 from main.recovering import Periodic
 from main.report import QUALITY
 from main.run_dir import go_on_with
@@ -76,9 +76,13 @@ def train_to_the_end(config: Config, run: Run, data: Data, asked: Asked, home: P
         say(f"learning rates are {learning.learning_rate:.3g} and, of rows, {learning.row_learning_rate:.3g}")
         job = dataclasses.replace(config, learning=learning).job(data).on(trainers.mesh())
     stretch = max(1, min(100, data.steps // looks.evaluations))
-    with trainers.engine(config.engine, job.task, state, past.extra, stretch) as engine, asked.held():
+    with (
+        trainers.engine(config.engine, job.task, state, past.extra, stretch) as engine,
+        tensorboard(run.directory / "tensorboard" if looks.tensorboard else None, past.history) as scalars,
+        asked.held(),
+    ):
         recorder = Recorder(
-            run, data, job.spec, job.eval_step(), engine.step, past, asked, looks.evaluations, looks.group
+            run, data, job.spec, job.eval_step(), engine.step, past, asked, looks.evaluations, looks.group, scalars
         )
         engine.enter(recorder.show)
         sync = trainers.enter(engine)

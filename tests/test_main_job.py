@@ -1,6 +1,7 @@
 """The main job with each of the three techniques: it learns, resumes at its last step, and reports losses."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -404,6 +405,47 @@ def test_a_run_does_not_go_on_with_another_vocabulary(tmp_path, monkeypatch):
                     train.main(config)
             else:
                 assert train.main(changed(config, resume=True))["last_state_saved"]
+
+
+def points_of(directory):
+    """{(step, figure): value} of the run's one file for TensorBoard; none has two."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    (path,), found = (directory / "tensorboard").iterdir(), {}
+    rest = path.read_bytes()
+    while rest:  # length, its checksum, event, its checksum
+        size = int.from_bytes(rest[:8], "little")
+        event, rest = Event.FromString(rest[12 : 12 + size]), rest[16 + size :]
+        points = {(event.step, value.tag): value.simple_value for value in event.summary.value}
+        assert found.keys().isdisjoint(points)
+        found |= points
+    return found
+
+
+def test_tensorboard_has_each_row_of_metrics_once_though_one_was_made_again(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed: pip install 'jaxrec[tensorboard]'")
+    config = changed(TINY, workdir=tmp_path, tensorboard=True, save_every_steps=10)  # evaluations after 8, 16, 24
+
+    def breaking(batches, first):
+        for index, batch in enumerate(batches, first):
+            if index == 18:
+                raise ValueError("broken off")
+            yield batch
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="broken off"):
+        change_data(patch, lambda data: data._replace(train=lambda k: breaking(data.train(k), k)))
+        train.main(config)
+    assert {step for step, _ in points_of(tmp_path)} == {8, 16} and image_of(tmp_path).step == 10
+    train.main(changed(config, resume=True))
+    rows = rows_of(tmp_path, but=())
+    shown = {(row["step"], name): x for row in rows for name, x in row.items() if name != "step"}
+    assert [row["step"] for row in rows] == [8, 16, 24] and points_of(tmp_path) == pytest.approx(shown)
+
+
+def test_tensorboard_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tensorboardX, which is not installed: pip install 'jaxrec\[tensorboard\]'"):
+        changed(TINY, tensorboard=True).check()
 
 
 def signalled_at(batches, counts, wanted):

@@ -14,6 +14,7 @@ the command line and in config.json: `parse` and `config_of` build the tree, `ru
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import sys
@@ -75,6 +76,8 @@ class Evaluations(AtTheEnd):
     best state is kept and tested."""
     group: str | None = None
     """A field or a key of the schema, such as the user: evaluations also give the mean AUC within it (GAUC)."""
+    tensorboard: bool = False
+    """Write what metrics.jsonl has as scalars for TensorBoard too, in tensorboard/ of the run's directory."""
 
     @property
     def keeps_best(self) -> bool:
@@ -105,6 +108,9 @@ class Evaluations(AtTheEnd):
                 ),
                 f"--reduce-on-plateau {self.reduce_on_plateau} must be a factor below 1, such as 0.1.": (
                     self.reduce_on_plateau is not None and self.reduce_on_plateau >= 1
+                ),
+                "--tensorboard needs tensorboardX, which is not installed: pip install 'jaxrec[tensorboard]'.": (
+                    self.tensorboard and importlib.util.find_spec("tensorboardX") is None
                 ),
             }
         )

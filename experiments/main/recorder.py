@@ -3,8 +3,11 @@
 import contextlib
 import itertools
 import math
+import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +18,7 @@ from jaxrec.callbacks import Callback, StepInfo
 from jaxrec.checkpoint import Image, deltas, images, restore
 from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
+from jaxrec.files import make_directory
 from jaxrec.prefetch import planned
 from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
@@ -127,6 +131,48 @@ def _without(failures, known):
     return rest
 
 
+@contextlib.contextmanager
+def tensorboard(directory: Path | None, rows: Sequence[dict]) -> Iterator[Callable[[dict], None]]:
+    """Open a new file for TensorBoard in place of an earlier one, with the given rows of metrics.
+
+    Args:
+      directory: of the file; None for none.
+
+    Yields:
+      What adds a row.
+    """
+    if directory is None:
+        yield lambda row: None
+        return
+    # Not SummaryWriter: its thread ends, and then its callers wait for ever, if the disk is full.
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    shutil.rmtree(directory, ignore_errors=True)
+    make_directory(directory)
+    writer = EventsWriter(str(directory / "events"))
+    # A TensorBoard that has read the earlier file forgets its points.
+    writer.write_event(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(row):
+        found = {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
+        values = [Summary.Value(tag=name, simple_value=x) for name, x in found.items()]
+        try:
+            writer.write_event(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+            writer.flush()
+        except OSError as error:
+            say(f"{error}: from step {row['step']} on TensorBoard has nothing until the run resumes", sys.stderr)
+
+    for row in rows:
+        write(row)
+    try:
+        yield write
+    finally:
+        with contextlib.suppress(OSError):
+            writer.close()
+
+
 class Recorder:
     """Losses, evaluations, failures and training time of a run so far.
 
@@ -136,16 +182,18 @@ class Recorder:
       asked: whether to stop; an evaluation then breaks off.
       evaluations: number of evaluations, evenly over the run.
       group: field or key within which AUCs are averaged too (GAUC).
+      scalars: called with each row of metrics.
       figures: (state, metrics of the step) -> figures of the active techniques.
     """
 
     def __init__(
         self, run: Run, data: Data, spec: EmbeddingSpec, eval_step: Callable, first: int, past: Past, asked: Asked,
         evaluations: int, group: str | None = None,
+        scalars: Callable[[dict], object] = lambda row: None,
         figures: Callable[[Any, dict], dict] = lambda state, metrics: {},
     ):  # fmt: skip
         self.run, self.data, self.asked, self.history, self.group = run, data, asked, past.history, group
-        self.spec, self.eval_step, self.figures = spec, eval_step, figures
+        self.spec, self.eval_step, self.scalars, self.figures = spec, eval_step, scalars, figures
         self.every_steps = -(-data.steps // evaluations)
         # During training the validation set is evaluated, if there is one.
         self.watched = "validation" if data.validation else "test"
@@ -259,6 +307,7 @@ class Recorder:
                     best.offer(state, row)
                 self.history.append(row)
                 self.run.log(row)
+                self.scalars(row)
                 shown = {word: row.get(f"{self.watched}_{name}") for name, word in _TOLD.items()}
                 words = [f"{word} {value:.4f}" for word, value in shown.items() if value is not None]
                 say(f"step {step}: {self.watched} {', '.join(words)}")

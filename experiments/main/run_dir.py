@@ -24,7 +24,7 @@ from main.signals import EXPERIMENTS, say
 
 BEST = "best"  # directory of the image of a run's best state, and the key of its figures in that image
 # Flags, on resume; --metric and --vary are of sweep.py.
-_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary"}
+_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary", "tensorboard"}
 _VERSIONS = (
     "jaxrec", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu",
 )  # fmt: skip
