@@ -201,6 +201,14 @@ def test_evaluate_finds_what_training_has_tested(multi, prepared, tmp_path):
     assert largest in names
 
 
+def test_groups_of_a_key_are_those_of_the_rows_that_are_evaluated(prepared, tmp_path):
+    flags = {"group": "visit", "monitor": "gauc", "validation_fraction": 0.3, "epochs": 1}
+    results = trained(tmp_path / "run", prepared, "click", model="dnn", **flags)
+    found = evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / "look", group="visit"))
+    assert found["gauc"] == pytest.approx(results["test_gauc"], abs=1e-6)
+    assert 0 < results["validation_gauc"] < 1 and results["validation_examples"] != results["test_examples"]
+
+
 def test_a_server_answers_all_labels(multi, tmp_path):
     run, _ = multi
     rows(seed=2, number=50).write_csv(tmp_path / "new.csv")
