@@ -33,6 +33,7 @@ SCHEMA = Schema(
     label=["click", "like", Label("price", regression=True)],
     features=FEATURES,
     keys=["visit", "request"],
+    weight="weight",
     split=AtRandom(seed=0),
 )
 
@@ -49,6 +50,7 @@ def rows(seed=0, number=ROWS):
             "price": 1000.0 + 50 * score + rng.standard_normal(number),
             "user": [f"u{one}" for one in user], "item": item, "age": rng.integers(18, 70, number),
             "visit": [f"é{one % 40}" for one in rng.permutation(number)], "request": np.arange(number) + 10**12,
+            "weight": (rng.random(number) < 0.9).astype(float),
         }
     )  # fmt: skip
 
@@ -124,7 +126,7 @@ def test_keys_come_back_as_they_were_beside_their_rows(prepared):
         split = open_table(prepared, name)
         request, visit = ([text.decode() for text in keys_of(split, key)] for key in ("request", "visit"))
         assert [visits[one] for one in request] == visit
-        price = np.concatenate([batch.label[batch.weight > 0, 2] for batch in Loader(split, 50)])
+        price = np.concatenate([batch.label[:, 2] for batch in Loader(split, 50)])[: len(request)]
         wanted = dict(zip(source["request"].cast(pl.String), source["price"].cast(pl.Float32), strict=True))
         assert price.tolist() == [wanted[one] for one in request]
         seen += request
@@ -188,6 +190,7 @@ def test_evaluate_finds_what_training_has_tested(multi, prepared, tmp_path):
     frame, saved = pl.read_parquet(tmp_path / "p.parquet"), np.load(tmp_path / "look" / "predictions.npz")
     assert frame.columns[:3] == ["row", "visit", "request"]
     source = rows().with_columns(pl.col("request").cast(pl.String))
+    assert 0 < len(frame) == found["rows"] < sum(open_table(prepared, "test").rows)  # without the rows of weight 0
     joined = frame.join(source, on="request", how="left", suffix="_source", maintain_order="left")
     for k, name in enumerate(("like", "click", "price")):
         np.testing.assert_array_equal(joined[name], joined[f"{name}_source"].cast(pl.Float32))
@@ -211,7 +214,7 @@ def test_groups_of_a_key_are_those_of_the_rows_that_are_evaluated(prepared, tmp_
 
 def test_a_server_answers_all_labels(multi, tmp_path):
     run, _ = multi
-    rows(seed=2, number=50).write_csv(tmp_path / "new.csv")
+    rows(seed=2, number=50).with_columns(weight=pl.lit(1.0)).write_csv(tmp_path / "new.csv")
     evaluate.main(
         evaluate.Config(run, workdir=tmp_path / "a", path=(tmp_path / "new.csv",), predictions=tmp_path / "p.csv")
     )

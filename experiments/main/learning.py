@@ -41,7 +41,7 @@ class Learning:
     mmoe; or one's own, as FILE.py:NAME, see docs/your_model.md."""
     embedding_width: int = 16
     widths: tuple[str, ...] = ()
-    """FIELD=WIDTH: fields with tables of another width, such as user=32 weekday=4; a learned matrix projects their rows
+    """FIELD=WIDTH: fields with tables of another width, such as weekday=4 tag=8; a learned matrix projects their rows
     to --embedding-width."""
     layers: tuple[int, ...] | None = None
     """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower; of
