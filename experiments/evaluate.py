@@ -52,7 +52,7 @@ from jaxrec.data.loader import Loader
 from jaxrec.data.preparation import count_ids
 from jaxrec.data.tabular import Vocabulary, raw, schema_of
 from jaxrec.embedding import EmbeddingSpec
-from jaxrec.files import atomic_write, local_path
+from jaxrec.files import atomic_write, local_path, make_directory
 from jaxrec.prefetch import planned
 from jaxrec.types import Batch, TrainState
 
@@ -92,7 +92,8 @@ class Config:
     segments: tuple[str, ...] = ()
     """Categorical fields or keys: normalised entropy, AUC and calibration of each of their largest categories."""
     predictions: Path | None = None
-    """A file, .parquet or .csv, for a line per row: its number, the keys of the schema, labels and predictions."""
+    """A file, .parquet or .csv, with a line per row of weight above 0: its number from 0, the keys of the schema,
+    labels and predictions."""
     bootstrap: int = 0
     """Resamples of the examples for a 95 % interval of the AUC."""
 
@@ -160,11 +161,19 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
         labelled = raw.has_labels(config.path, schema)
         kept: list[dict[str, np.ndarray]] = []
         blocks = keeping_keys(raw.read_rows(config.path, schema, directory, labelled), kept)
-        places = [[label.column for label in schema.label].index(target.name) for target in targets]
+        names = [label.column for label in schema.label]
+        for target in targets if labelled else ():
+            if target.name not in names:
+                raise ValueError(f"{target.name!r} is no label of the schema: give all that {run.directory} predicts.")
+        places = [names.index(target.name) for target in targets] if labelled else range(len(targets))
         return Examples(
-            in_batches(blocks, TEST_BATCH, places), labelled, ", ".join(map(str, config.path)), with_vocabulary(table),
-            {**table, "keys": schema.keys}, lambda name: np.concatenate([block[name] for block in kept]),
-        )  # fmt: skip
+            in_batches(blocks, TEST_BATCH, places),
+            labelled,
+            ", ".join(map(str, config.path)),
+            with_vocabulary(table),
+            {**table, "keys": raw.keys_in(config.path, schema)},
+            lambda name: np.concatenate([block[name] for block in kept]),
+        )
     directory = chosen(config, directory)
     rows, table = open_rows(directory, config.split, targets), table_of_run(run, directory)
     return Examples(
@@ -390,10 +399,10 @@ def finish(
         results["labels"] = [target.name for target in found.targets]
     is_click = found.targets[0].moments is None
     if found.label is not None and is_click:
-        of_key = [name for name in config.fields if name not in found.fields]
+        of_key = [name for name in config.fields if name in found.keys]  # of a key that is a field too, as in training
         numbered = {name: np.unique(found.keys[name], return_inverse=True) for name in of_key}
         fields = found.fields | {name: mine for name, (_, mine) in numbered.items()}
-        known = {name: _named_by(texts) for name, (texts, _) in numbered.items()} | dict(known)
+        known = dict(known) | {name: _named_by(texts) for name, (texts, _) in numbered.items()}
         asked = config.group, config.segments, config.bootstrap
         of_parts = subsets.figures(found.found[:, 0], found.label[:, 0], found.weight, fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
@@ -433,7 +442,7 @@ def arrays_of(found: Predictions) -> dict[str, np.ndarray]:
 
 def write_predictions(path: Path, found: Predictions) -> None:
     """Write a table with a line for each row: its number, keys, labels and predictions."""
-    import polars as pl
+    import polars as pl  # which `main` has tried
 
     columns: dict[str, Any] = {"row": found.row}
     columns |= {name: np.char.decode(key, "utf-8") for name, key in found.keys.items()}
@@ -479,6 +488,12 @@ def rules_of_run(config: Config, trained: Trained) -> dict[str, object]:
 def main(config: Config) -> dict[str, Any]:
     """Evaluate a run; return the contents of results.json."""
     refuse(rules(config))
+    if config.predictions is not None:
+        try:
+            import polars  # noqa: F401
+        except ImportError as error:
+            raise ValueError("--predictions needs polars: pip install 'jaxrec[data]'.") from error
+        make_directory(config.predictions.parent)
     trained = open_run(config.run_directory, config.state)
     refuse(rules_of_run(config, trained))
     with stop_on_signals() as asked:

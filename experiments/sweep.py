@@ -107,10 +107,11 @@ def again_in(run: Run) -> str:
 def trained_arms(
     run: Run, arms: Mapping[Any, Sequence[str]], preset: str, seeds: Iterable[int], asked: Asked,
     env: Mapping[str, str] | None = None, of_seed: Callable[[int], list[str]] = lambda seed: [],
+    check: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[Any, list[dict[str, Any]]]:  # fmt: skip
     """Train arms {name: flags of train.py}, with `of_seed` more flags; return {arm: results of each seed}, each logged.
 
-    Raises as `trained`.
+    Raises as `trained`, and what `check` does of results.
     """
     found: dict[Any, list[dict[str, Any]]] = {arm: [] for arm in arms}
     logged = [(row["arm"], row["seed"]) for row in run.metrics()]
@@ -120,6 +121,7 @@ def trained_arms(
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
         words = [*([] if preset == "default" else ["--preset", preset]), "--seed", str(seed), *flags, *of_seed(seed)]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
+        check(found[arm][-1])
         if (arm, seed) not in logged:
             run.log({"arm": arm, "seed": seed} | found[arm][-1])
     return found
@@ -139,7 +141,7 @@ def sign_of(metric: str) -> int:
 def figure_of(results: Mapping[str, Any], metric: str) -> float:
     """Return a number of results.json."""
     if not isinstance(results.get(metric), int | float):
-        known = ", ".join(key for key in METRICS if isinstance(results.get(key), int | float))
+        known = ", ".join(key for key, value in results.items() if sign_of(key) and isinstance(value, int | float))
         raise ValueError(f"--metric {metric} is no number of results.json: give one of {known}, with --resume.")
     return results[metric]
 
@@ -238,7 +240,9 @@ def main(config: Config) -> dict:
         Run("sweep", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
-        found = trained_arms(run, arms, config.preset, range(config.seed, config.seed + config.seeds), asked)
+        seeds = range(config.seed, config.seed + config.seeds)
+        has_metric = lambda results: figure_of(results, config.metric)  # before the next arm is trained
+        found = trained_arms(run, arms, config.preset, seeds, asked, check=has_metric)
         results = summary({arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()})
         results |= {"metric": config.metric} | chosen(found, config.metric)
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}

@@ -47,7 +47,15 @@ class Over(Exception):
 
 
 class Plateau(Exception):
-    """Raised between two steps if an evaluation is no better, to go on from there with lower learning rates."""
+    """Raised between two steps if an evaluation is no better, to go on from there with lower learning rates.
+
+    Args:
+      saving: what saving has cost so far.
+    """
+
+    def __init__(self, saving: dict[str, float] | None = None):
+        super().__init__()
+        self.saving = saving
 
 
 def data_of(config: Config) -> Data:
@@ -60,15 +68,23 @@ def data_of(config: Config) -> Data:
     return data
 
 
-def train_to_the_end(config: Config, run: Run, data: Data, asked: Asked, home: Placed) -> dict:
-    """Train to the end, or until asked to stop; return the contents of results.json."""
+def train_to_the_end(
+    config: Config, run: Run, data: Data, asked: Asked, home: Placed, saving_so_far: dict[str, float] | None = None
+) -> dict:
+    """Train to the end, or until asked to stop; return the contents of results.json.
+
+    Args:
+      saving_so_far: what saving has cost before a plateau.
+    """
     looks, trainers, saving = config.looks, config.trainers, config.saves
     assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
     job = config.job(data).on(trainers.mesh())
     refuse(refusals(job.spec, looks.group, (), data.table))
     monitored = looks.monitored(data.targets[0])
     initial = trainers.initial(job.task, job.state(home.tables(job.task), config.seed))
-    state, image, past = resumed(run, initial, data.vocabulary_digest)
+    state, image, past = resumed(run, initial, data)
+    if saving_so_far is not None:
+        past = past._replace(extra=past.extra | {"saving": saving_so_far})
     factor, metric = looks.reduce_on_plateau, f"validation_{monitored}"
     plateaus = None if factor is None else without_gain(past.history, metric)
     if factor is not None and plateaus:
@@ -123,7 +139,7 @@ def train_to_the_end(config: Config, run: Run, data: Data, asked: Asked, home: P
                 recorder.bar.close()
                 if unsaved := saves.last(engine.state):
                     raise OSError(f"the state of step {engine.step} could not be saved: {unsaved}") from None
-                raise
+                raise Plateau(saves.totals()) from None
             except RolledBack as back:  # shards were lost after the last step: the whole run is rolled back
                 back.go_back()
         recorder.bar.close()
@@ -209,9 +225,13 @@ def one(config: Config, asked: Asked) -> dict:
                 results = train_pool(config, run, data, asked)
                 run.close(results, table(results))
                 return results
+            saving = None
             while True:
-                with contextlib.suppress(Plateau), config.home.opened(run) as home:
-                    return train_to_the_end(config, run, data, asked, home)
+                try:
+                    with config.home.opened(run) as home:
+                        return train_to_the_end(config, run, data, asked, home, saving)
+                except Plateau as plateau:
+                    saving = plateau.saving
         say(f"{run.directory} is complete, nothing is left to do:")
         say(table(results))
         return results

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import json
 import runpy
 
 import evaluate
@@ -61,6 +62,14 @@ def prepared(tmp_path_factory):
     rows().write_parquet(directory / "rows.parquet")
     prepare([directory / "rows.parquet"], directory / "prepared", SCHEMA, block_rows=64)
     return directory / "prepared"
+
+
+def hashed(directory, frame, labels=SCHEMA.label):
+    """Prepare rows whose ids are hashed: another table has the same digest."""
+    features = [Categorical("user", hash_cap=50), Categorical("item", hash_cap=20)]
+    frame.write_parquet(directory.with_suffix(".parquet"))
+    prepare([directory.with_suffix(".parquet")], directory, Schema(labels, features, split=AtRandom(seed=0)))
+    return directory
 
 
 def trained(directory, prepared, *labels, **flags):
@@ -212,6 +221,63 @@ def test_groups_of_a_key_are_those_of_the_rows_that_are_evaluated(prepared, tmp_
     assert 0 < results["validation_gauc"] < 1 and results["validation_examples"] != results["test_examples"]
 
 
+def test_a_run_keeps_what_its_outputs_stand_for(tmp_path):
+    own, other = (
+        hashed(tmp_path / "own", rows()),
+        hashed(tmp_path / "other", rows().with_columns(price=pl.col("price") * 10), list(reversed(SCHEMA.label))),
+    )
+    trained(tmp_path / "run", own, "price", "click", model="shared_bottom")
+    found = [
+        evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / f"e{k}", prepared=directory))
+        for k, directory in enumerate((own, other))
+    ]
+    assert found[0]["mean_prediction"] == pytest.approx(found[1]["mean_prediction"], rel=1e-3)
+    assert found[0]["mean_label"] * 10 == pytest.approx(found[1]["mean_label"], rel=1e-5)  # the rows' own
+    assert found[0]["click_mean_label"] == pytest.approx(found[1]["click_mean_label"], rel=1e-6)
+    for path in (tmp_path / "run" / "results.json", own, *own.parent.glob("own.*")):
+        path.rename(path.with_name(f"old_{path.name}"))
+    hashed(tmp_path / "own", rows().with_columns(price=pl.col("price") * 10))
+    with pytest.raises(ValueError, match=r"predicts .*'price'.*, and its data now has .*prepare the same sources"):
+        trained(tmp_path / "run", own, "price", "click", model="shared_bottom", resume=True)
+
+
+def test_flags_that_an_older_run_lacks_were_at_their_defaults(prepared, tmp_path):
+    trained(tmp_path / "run", prepared, "click", model="dnn")
+    config, results = tmp_path / "run" / "config.json", tmp_path / "run" / "results.json"
+    older = json.loads(config.read_text())
+    config.write_text(json.dumps({key: older[key] for key in older if key not in ("labels", "widths", "experts")}))
+    results.unlink()
+    with pytest.raises(ValueError, match=r"begun with labels \[\], not \['click'\]"):
+        trained(tmp_path / "run", prepared, "click", model="dnn", resume=True)
+    trained(tmp_path / "run", prepared, model="dnn", resume=True)  # the default, and the first label: nothing is left
+
+
+def test_a_key_that_is_a_feature_too_groups_alike_everywhere(tmp_path):
+    schema = Schema(
+        "click", [Categorical("user", min_count=60), Categorical("item")], keys=["user"], split=AtRandom(0.7)
+    )
+    rows().write_parquet(tmp_path / "rows.parquet")
+    prepare([tmp_path / "rows.parquet"], tmp_path / "prepared", schema)
+    results = trained(tmp_path / "run", tmp_path / "prepared", model="dnn", group="user")
+    found = evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / "look", group="user"))
+    assert found["groups"] == USERS and found["gauc"] == pytest.approx(results["test_gauc"], abs=1e-6)
+
+
+def test_raw_rows_need_no_keys_and_all_labels_or_none(multi, tmp_path):
+    run, _ = multi
+    new, schema = tmp_path / "new.csv", tmp_path / "schema.py"
+    rows(seed=1, number=50).drop("click", "like", "price", "visit").write_csv(new)
+    evaluate.main(evaluate.Config(run, workdir=tmp_path / "a", path=(new,), predictions=tmp_path / "in" / "p.csv"))
+    assert pl.read_csv(tmp_path / "in" / "p.csv").columns[:3] == ["row", "request", "like_prediction"]
+    rows(seed=1, number=50).write_csv(new)
+    schema.write_text(
+        "from jaxrec.data.tabular import *\nschema = Schema('like', [Categorical('user'), Categorical('item'), "
+        "Dense('age', standardise=True)], keys=['visit', 'request'], split=AtRandom(seed=0))\n"
+    )
+    with pytest.raises(ValueError, match="'click' is no label of the schema: give all that"):
+        evaluate.main(evaluate.Config(run, workdir=tmp_path / "b", path=(new,), schema=str(schema)))
+
+
 def test_a_server_answers_all_labels(multi, tmp_path):
     run, _ = multi
     rows(seed=2, number=50).with_columns(weight=pl.lit(1.0)).write_csv(tmp_path / "new.csv")
@@ -284,7 +350,14 @@ def test_the_first_label_of_a_schema_is_trained_as_it_always_was(prepared):
     [
         ({"labels": ("clicks",)}, "--labels clicks is no label of the table: give some of click, like, price"),
         ({"labels": ("click", "click")}, "names a label twice"),
-        ({"labels": ("click", "like")}, r"outputs of shape \['B'\] for 2 labels \(click, like\): give --model shared_"),
+        ({"labels": ("click", "like")}, "--model dnn predicts one label, and --labels names 2: give shared_bottom or"),
+        ({"labels": ("click", "like"), "label_weights": (0.0, 0.0)}, "--label-weights are all 0"),
+        (
+            {"labels": ("click", "like"), "label_weights": (-1.0, 1.0)},
+            "--label-weights -1.0 must be a number of at least 0",
+        ),
+        ({"reduce_on_plateau": -0.5, "validation_fraction": 0.1}, "--reduce-on-plateau -0.5 must lie between 0 and 1"),
+        ({"experts": 0}, "--experts 0 must be a number of at least 1"),
         ({"labels": ("click",), "label_weights": (1.0, 2.0)}, "has 2 weights for 1 labels"),
         ({"labels": ("price",), "monitor": "auc", "validation_fraction": 0.1}, "--monitor auc is no figure of 'price'"),
         ({"labels": ("price",), "group": "visit"}, "--group visit is for labels of 0 and 1, and 'price'"),
@@ -295,6 +368,23 @@ def test_the_first_label_of_a_schema_is_trained_as_it_always_was(prepared):
 def test_what_cannot_be_predicted_is_refused(prepared, tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
         trained(tmp_path / "run", prepared, *flags.pop("labels", ()), model="dnn", **flags)
+    assert "visits" in message or not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["row", "click"])
+def test_a_key_has_no_name_of_another_column_of_predictions(name):
+    with pytest.raises(ValueError, match=f"the key '{name}' has the name of something else"):
+        Schema("click", FEATURES, keys=[name])
+
+
+def test_a_model_has_an_output_for_each_label(prepared):
+    table = table_of(prepared)
+    with pytest.raises(
+        ValueError, match=r"outputs of shape \['B'\] for 2 labels \(click, like\): give --model shared_"
+    ):
+        table_job(
+            table, make_model("dnn", 4), optax.sgd(0.1), adagrad(0.1), 4, targets=targets_of(table, ["click", "like"])
+        )
 
 
 def test_a_label_is_a_click_or_a_number():

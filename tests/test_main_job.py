@@ -343,6 +343,7 @@ def test_on_a_plateau_training_goes_on_with_lower_rates(tmp_path, monkeypatch, f
     values = [row["validation_log_loss"] for row in rows_of(tmp_path / "whole")]
     worse = [row > min(values[:k]) for k, row in enumerate(values[:-1]) if k]
     assert any(worse) and whole["steps"] == 24 and len(values) == 4
+    assert whole["saves"] >= 1 + sum(worse) and whole["saves_failed"] == 0
     if flags["tables"] == "host" and not {"pipeline", "shadowsync", "cpr"} & flags.keys():
         # By hand: a task for each rate, which is lower after the evaluations that were worse.
         config, state = changed(TINY, **flags), None

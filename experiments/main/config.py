@@ -29,6 +29,7 @@ from main.click_data import ClickJob, Data
 from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
 from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
 from main.learning import Learning
+from main.model import OF_SEVERAL_LABELS, is_own
 from main.recovering import CPRKind, Periodic, Recovering, Unprotected
 from main.sources import SOURCES, Criteo, DataKind, Synthetic, Tabular
 from main.targets import Target
@@ -106,8 +107,8 @@ class Evaluations(AtTheEnd):
                 f"--patience {self.patience} never ends {self.evaluations} evaluations early: give more of them.": (
                     self.patience is not None and self.patience >= self.evaluations
                 ),
-                f"--reduce-on-plateau {self.reduce_on_plateau} must be a factor below 1, such as 0.1.": (
-                    self.reduce_on_plateau is not None and self.reduce_on_plateau >= 1
+                f"--reduce-on-plateau {self.reduce_on_plateau} must lie between 0 and 1, such as 0.1.": (
+                    self.reduce_on_plateau is not None and not 0 < self.reduce_on_plateau < 1
                 ),
                 "--tensorboard needs tensorboardX, which is not installed: pip install 'jaxrec[tensorboard]'.": (
                     self.tensorboard and importlib.util.find_spec("tensorboardX") is None
@@ -157,8 +158,13 @@ class Config:
         self.saves.check(self.home.shards)
         if self.learning.widths:
             widths_of(self.learning.widths, source.tables())
+        targets = source.targets()
+        looks.monitored(targets[0])
+        one_label = not is_own(self.learning.model) and self.learning.model not in OF_SEVERAL_LABELS
         refuse(
             {
+                f"--model {self.learning.model} predicts one label, and --labels names {len(targets)}: give "
+                f"{' or '.join(OF_SEVERAL_LABELS)}, or a model of your own.": one_label and len(targets) > 1,
                 "--model din weighs a history by a candidate: give --data tabular with a Sequence, or another model.": (
                     self.learning.model == "din" and not isinstance(source, Tabular)
                 ),

@@ -29,6 +29,7 @@ from jaxrec.models import DIN, DLRM, DNN, FM, LR, DCNv2, DeepFM, FinalMLP, MMoE,
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": nn.relu, "leaky_relu": nn.leaky_relu, "gelu": nn.gelu, "silu": nn.silu, "tanh": nn.tanh,
 }  # fmt: skip
+OF_SEVERAL_LABELS = ("shared_bottom", "mmoe")
 COPY = "model.py"  # in the directory of a run: the file of its model, as it was when the run began
 
 

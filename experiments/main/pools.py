@@ -29,7 +29,7 @@ from main.cli import Run, say
 from main.click_data import Data
 from main.config import Config
 from main.homes import Host, Servers
-from main.recorder import check_vocabulary
+from main.recorder import check_mapping, mapping_of
 from main.run_dir import go_on_with
 from main.signals import Asked, Stopped
 from main.targets import evaluate
@@ -90,10 +90,10 @@ def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, 
             params, past = job.init(config.seed), dict[str, Any]()
             if resumes:
                 params, past = restored(directory, params, tables)
-                check_vocabulary(run, past, data.vocabulary_digest)
+                check_mapping(run, past, data)
             of_process = dataclasses.replace(config, source=config.source.from_anywhere())
             work = functools.partial(work_of, of_process, params)
-            extra: dict[str, Any] = {"vocabulary_digest": data.vocabulary_digest, "examples_before": examples_of(past)}
+            extra: dict[str, Any] = {**mapping_of(data), "examples_before": examples_of(past)}
             watch = Watch(run, data.steps // trainers * trainers, asked)
             with contextlib.closing(watch.bar), TrainerPool(
                 cluster, servers, work, trainers, directory=directory, run=run.id, save_every_seconds=SAVE_EVERY_S,

@@ -28,7 +28,7 @@ from main.click_data import Data
 from main.saving import Best
 from main.signals import Asked, Stopped
 from main.subsets import fields_of
-from main.targets import evaluate
+from main.targets import evaluate, told
 
 LOSSES = 50  # averaged in a row of metrics
 _KEPT = 400  # steps of losses to keep, as a save beside training may be of an earlier step
@@ -47,7 +47,7 @@ class Past(NamedTuple):
 
 
 def resumed(
-    run: Run, state: TrainState, vocabulary_digest: str | None = None
+    run: Run, state: TrainState, data: Data
 ) -> tuple[TrainState, Image | None, Past]:  # fmt: skip
     """Return the newest state of the run, its image and its past; the given state if nothing is saved."""
     directory, history = run.directory / "checkpoints", run.metrics()
@@ -63,7 +63,7 @@ def resumed(
     state, image = restore(directory, state)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
-    check_vocabulary(run, image.extra, vocabulary_digest)
+    check_mapping(run, image.extra, data)
     # Rows after the image are logged again when their steps are trained again.
     kept = [row for row in history if row["step"] <= image.step]
     again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
@@ -79,9 +79,19 @@ def resumed(
     return state, image, Past(kept, image.extra)
 
 
-def check_vocabulary(run: Run, saved: Mapping[str, Any], digest: str | None) -> None:
-    """Refuse to go on with rows of another vocabulary than that of the data: silently, they would be of others."""
-    if saved.get("vocabulary_digest") not in (None, digest):
+def mapping_of(data: Data) -> dict[str, Any]:
+    """Return what the rows and outputs of a run stand for, as JSON values to save with its states."""
+    return {"vocabulary_digest": data.vocabulary_digest, "targets": told(data.targets)}
+
+
+def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
+    """Refuse to go on with rows or outputs that stand for something else in the data: silently, they would be wrong."""
+    if saved.get("targets", mapping_of(data)["targets"]) != mapping_of(data)["targets"]:
+        raise ValueError(
+            f"{run.directory} predicts {saved['targets']} (label, weight, mean and deviation), and its data now has "
+            f"{mapping_of(data)['targets']}: prepare the same sources again, or begin anew in another --workdir."
+        )
+    if saved.get("vocabulary_digest") not in (None, data.vocabulary_digest):
         raise ValueError(
             f"{run.directory} was trained with another vocabulary than that of its data now: prepare the same sources "
             "with the same options again, or begin anew in another --workdir."
@@ -257,7 +267,7 @@ class Recorder:
         return {
             "capacity": None if known is None else self._capacity[known],
             "train_losses": losses.tolist(),
-            "vocabulary_digest": self.data.vocabulary_digest,
+            **mapping_of(self.data),
             "train_seconds": self.seconds + time.perf_counter() - self.since,
             # A save of a step precedes a failure at that step. Later failures are repeated, or are in failures.json.
             "failures": [*self._failed_before, *(each for each in new if each["step"] <= step)],

@@ -111,7 +111,7 @@ class Recovering(Periodic):
         )  # fmt: skip
         if image is None:
             recovery.save_whole()  # so that the run can resume from its first step
-        return RecoverySaves(recovery)
+        return RecoverySaves(recovery, past.get("saving"))
 
     def recovery(self, directory: Path, steps: int, every: float, shards: int, seed: int, **options: Any) -> Recovery:
         """Build the recovery, which saves every so many steps; the caller enters it."""

@@ -60,12 +60,12 @@ class Run:
             try:
                 make_directory(self.directory)
                 locked.enter_context(Lock(self.directory / "lock", "at work on this run"))
-                self._begin({**flat(config), "experiment": name}, resume)
+                self._begin({**flat(config), "experiment": name}, resume, defaults(config))
             except OSError as error:
                 raise ValueError(f"{self.directory} cannot hold a run: {error}. Give another --workdir.") from error
             self._locked = locked.pop_all()
 
-    def _begin(self, flags, resume):
+    def _begin(self, flags, resume, unset):
         """Write the run's id to config.json before anything else."""
         before = self.read_json("config.json")
         names = "metrics.jsonl", "results.json", "checkpoints", BEST
@@ -83,7 +83,7 @@ class Run:
         # Check everything before writing anything: a refused run leaves no trace.
         commits = []
         if self.resumed:
-            self._refuse_other_flags(before, flags)
+            self._refuse_other_flags({**unset, **before}, flags)
             self._cut_torn_line()
             self.metrics()  # refuses damaged rows now, not after hours
             past = self.read_json("environment.json")
@@ -94,8 +94,8 @@ class Run:
         self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
     def _refuse_other_flags(self, before, flags):
-        # Compared as JSON, where tuples are lists and paths are strings. A flag added since then has no old value.
-        now = json.loads(to_json(flags))
+        # Compared as JSON, where tuples are lists and paths are strings. A flag added since then was at its default.
+        before, now = json.loads(to_json(before)), json.loads(to_json(flags))
         changed = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         # Where tables are left to the run, they are one of these.
         on_devices = all(flags.get("tables") in (None, "device", "pinned") for flags in (before, now))
@@ -200,6 +200,18 @@ def flat(config) -> dict:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         found |= flat(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return found
+
+
+def defaults(config) -> dict:
+    """Return {flag: default} of a configuration, of those that have one."""
+    found: dict = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= defaults(value)
+        elif field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
     return found
 
 

@@ -189,8 +189,12 @@ class PeriodicSaves(Callback):
 class RecoverySaves:
     """Save the state of a run through a CPR recovery, with the interface of `PeriodicSaves`."""
 
-    def __init__(self, recovery: Recovery, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self, recovery: Recovery, past: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):  # fmt: skip
         self.recovery, self._clock, self._began = recovery, clock, clock()
+        self._past = {"stall_s": 0.0, "seconds": 0.0, **(past or {})}
 
     def ensure_image(self, state) -> None:
         """Do nothing: the run began with an image."""
@@ -215,14 +219,19 @@ class RecoverySaves:
             "lost_steps": recovery.lost_steps,
         }  # fmt: skip
 
+    def totals(self) -> dict[str, float]:
+        """Return blocking seconds, and seconds of this process, before a plateau and since."""
+        now = {"stall_s": self.recovery.stall_seconds, "seconds": self._clock() - self._began}
+        return {key: self._past[key] + value for key, value in now.items()}
+
     def results(self) -> dict[str, float]:
         """Return the part of results.json about saving; percent of the time of this process."""
-        stall = self.recovery.stall_seconds
+        totals = self.totals()
         return self.figures() | {
             "saves": self.recovery.saves,
             "saves_failed": len(self.recovery.failed_saves),
-            "checkpoint_stall_s": stall,
-            "checkpoint_percent": 100 * stall / max(self._clock() - self._began, 1e-9),
+            "checkpoint_stall_s": totals["stall_s"],
+            "checkpoint_percent": 100 * totals["stall_s"] / max(totals["seconds"], 1e-9),
         }
 
 

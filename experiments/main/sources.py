@@ -17,7 +17,7 @@ from jaxrec.files import local_path
 from main.cli import belongs, refuse, say
 from main.click_data import Data, criteo_clicks, data_of_blocks, fields_of, synthetic_clicks
 from main.table_data import open_rows, table_of, tables_by_field
-from main.targets import Targets, targets_of
+from main.targets import CLICK, Targets, targets_of
 
 DataKind = Literal["synthetic", "criteo", "tabular"]
 # {preset: (rows, steps, test batches)} of the synthetic log, and the AUC of DLRM with seed 0 and no other flags.
@@ -58,6 +58,10 @@ class Source(abc.ABC):
     def tables(self) -> Mapping[str, str]:
         """Return {field: its table}."""
         return {field: field for field in fields_of()}
+
+    def targets(self) -> Targets:
+        """Return the labels to predict."""
+        return CLICK
 
     def from_anywhere(self) -> Any:
         """Return the same with absolute paths of prepared data, for a process with another working directory."""
@@ -221,6 +225,9 @@ class Tabular(Files):
     def tables(self) -> Mapping[str, str]:
         return tables_by_field(table_of(self.path[0]))
 
+    def targets(self) -> Targets:
+        return targets_of(table_of(self.path[0]), self.labels, self.label_weights)
+
     def open(self, seed: int) -> Data:
         directory, share = self.path[0], self.validation_fraction
         table, metadata = table_of(directory), read_metadata(local_path(directory))
@@ -229,7 +236,7 @@ class Tabular(Files):
             raise ValueError(
                 f"--validation-fraction {share}: {directory} has validation rows of its own. Leave it out."
             )
-        targets = targets_of(table, self.labels, self.label_weights)
+        targets = self.targets()
         data = data_of_blocks(
             open_rows(directory, "train", targets), open_rows(directory, "test", targets),
             open_rows(directory, "validation", targets) if own else None, batch_size=self.batch_size, steps=self.steps,

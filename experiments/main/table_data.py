@@ -30,6 +30,9 @@ class Labelled:
     def __init__(self, split: Split, labels: Sequence[str]):
         self._split, self.rows, self.metadata = split, split.rows, split.metadata
         known = split.metadata["table"]["labels"]
+        for label in labels:
+            if label not in known:
+                raise ValueError(f"a table without the label {label!r} does not say what the run predicts: {known}.")
         places = [known.index(label) for label in labels]
         self._place = places if len(places) > 1 else places[0]  # one label is [n]
 

@@ -74,11 +74,28 @@ def targets_of(table: Mapping[str, Any], labels: Sequence[str] = (), weights: Se
         raise ValueError(f"--labels {' '.join(names)} names a label twice: give each once.")
     if weights and len(weights) != len(names):
         raise ValueError(f"--label-weights has {len(weights)} weights for {len(names)} labels: give one for each.")
+    if weights and not any(weights):
+        raise ValueError("--label-weights are all 0: give a weight above 0 to at least one label.")
     moments = {name: (mean, deviation or 1.0) for name, (mean, deviation) in table.get("targets", {}).items()}
     return tuple(
         Target(name, weight, moments.get(name))
         for name, weight in zip(names, weights or [1.0] * len(names), strict=True)
     )
+
+
+def told(targets: Targets) -> list[list[Any]]:
+    """Return targets as JSON values, to save with a run."""
+    return [[one.name, one.weight, one.moments and list(one.moments)] for one in targets]
+
+
+def of_told(saved: Iterable[Sequence[Any]]) -> Targets:
+    """Return the targets that `told` tells of.
+
+    >>> targets = (Target("click"), Target("price", 2.0, (9.0, 2.0)))
+    >>> of_told(told(targets)) == targets
+    True
+    """
+    return tuple(Target(name, weight, moments and tuple(moments)) for name, weight, moments in saved)
 
 
 def losses(targets: Targets, outputs: jax.Array, label: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from main.run_dir import BEST
 from main.signals import say
 from main.sources import PREPARATION, Criteo, prepared_directory
 from main.table_data import table_job, table_of
-from main.targets import Targets, targets_of
+from main.targets import Targets, of_told, targets_of
 
 _STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 
@@ -119,8 +119,8 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
 
 
 def targets_of_run(run: Trained, table: Mapping[str, Any]) -> Targets:
-    """Return what a run predicts, of the labels of its prepared table."""
-    return targets_of(table, run.config.get("labels", ()), run.config.get("label_weights", ()))
+    """Return what a run predicts: what its images say; of an older run, the first label of its prepared table."""
+    return of_told(run.image.extra["targets"]) if "targets" in run.image.extra else targets_of(table)
 
 
 def table_directory(run: Trained, given: Path | None = None) -> Path:

@@ -159,7 +159,7 @@ def _(directory):
     (directory / "metrics.jsonl").write_text('{"step": 4}\n')
     with Run("small", Small(), directory, resume=True) as run:
         try:
-            train.resumed(run, None)
+            train.resumed(run, None, None)
         finally:
             assert run.metrics() == [{"step": 4}]
 

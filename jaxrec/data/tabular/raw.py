@@ -30,17 +30,29 @@ def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
       sources: text, plain or compressed by gzip, or Parquet.
       schema: schema of the prepared table.
     """
-    import polars as pl
-
     labels, found = [label.column for label in schema.label], {}
-    for path in local_files(sources):
-        piece = next(iter(read_pieces([path], _as_read(schema, labelled=False))))
-        names = pl.scan_parquet(path).collect_schema().names() if is_parquet(path) else piece.names
+    for path, names in _columns_of(sources, schema).items():
         found[path] = sum(label in names for label in labels)
     if set(found.values()) - {0, len(labels)} or len(set(found.values())) > 1:
         said = ", ".join(f"{path.name} {number}" for path, number in found.items())
         raise ValueError(f"of the {len(labels)} labels {', '.join(labels)} the files have: {said}. Give all, or none.")
     return len(labels) in found.values()
+
+
+def keys_in(sources: Sequence[str | Path], schema: Schema) -> tuple[str, ...]:
+    """Return the keys of a schema that all raw files have; arguments as for `has_labels`."""
+    columns = _columns_of(sources, schema).values()
+    return tuple(name for name in schema.keys if all(name in names for names in columns))
+
+
+def _columns_of(sources, schema) -> dict[Path, Sequence[str]]:
+    import polars as pl
+
+    found: dict[Path, Sequence[str]] = {}
+    for path in local_files(sources):
+        piece = next(iter(read_pieces([path], _as_read(schema, labelled=False))))
+        found[path] = pl.scan_parquet(path).collect_schema().names() if is_parquet(path) else piece.names
+    return found
 
 
 def read_rows(
@@ -55,7 +67,7 @@ def read_rows(
       labelled: whether to read labels and weights; if not, the files need not have them.
 
     Yields:
-      Blocks as from `encode.arrays`, without `label` and `weight` if not labelled.
+      Blocks as from `encode.arrays`, without `label` and `weight` if not labelled, and without keys that a file lacks.
     """
     directory = local_path(directory)
     metadata = _metadata(directory)
@@ -65,7 +77,7 @@ def read_rows(
             f"{directory} was prepared with another schema, by which the same values are other categories: give the "
             "one that it was prepared with."
         )
-    schema = _as_read(schema, labelled)
+    schema = _as_read(schema, labelled, keys_in(sources, schema))
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     for piece in read_pieces(local_files(sources), schema):
         table = read_table(piece, schema)
@@ -178,9 +190,9 @@ def _metadata(directory: Path) -> dict[str, Any]:
     return metadata
 
 
-def _as_read(schema: Schema, labelled: bool) -> Schema:
-    """Return the schema without its split, and without labels and weights if not labelled."""
-    found = dataclasses.replace(schema, split=ByRows())
+def _as_read(schema: Schema, labelled: bool, keys: tuple[str, ...] = ()) -> Schema:
+    """Return the schema without its split, without labels and weights if not labelled, and with some of its keys."""
+    found = dataclasses.replace(schema, split=ByRows(), keys=keys)
     if not labelled:
         object.__setattr__(found, "label", ())  # the constructor requires a label
         object.__setattr__(found, "weight", None)

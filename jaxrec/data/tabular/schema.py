@@ -328,6 +328,9 @@ def _check_schema(schema: Schema) -> None:
                 f"{feature.column!r} shares the table of {feature.share!r}, which is no Categorical here with a table "
                 "of its own."
             )
+    for name in schema.keys:
+        if name == "row" or name in [label.column for label in schema.label]:
+            raise ValueError(f"the key {name!r} has the name of something else in a file of predictions: rename it.")
     for bag in schema.bags:
         if {"sparse", "label", "dense", "weight"} & {bag.column}:
             raise ValueError(f"the bag {bag.column!r} has the name of something else in a batch: rename the column.")
