@@ -344,17 +344,18 @@ def _has_intervals(axis):
 # A run of train.py: its table, and its curves of learning, speed and techniques.
 
 
-def _evaluated(of: str) -> list[str | Line]:
+def _evaluated(of: str) -> list[Line]:
     return [
         Line(f"{of}_auc", "AUC"), Line(f"{of}_gauc", "AUC within groups (GAUC)"), Line(f"{of}_log_loss", "log loss"),
         Line(f"{of}_normalized_entropy", "normalized entropy"),
         Line(f"{of}_calibration", "calibration, predicted over true clicks"),
-        Line(f"{of}_rmse", "RMSE"), Line(f"{of}_mae", "MAE"), Line(f"{of}_examples", "examples"), f"{of}_",
+        Line(f"{of}_rmse", "RMSE"), Line(f"{of}_mae", "MAE"), Line(f"{of}_prediction_mean", "prediction mean"),
+        Line(f"{of}_label_mean", "label mean"), Line(f"{of}_examples", "examples"),
     ]  # fmt: skip
 
 
 SETS = {"Test set": "test", "Validation": "validation"}
-TABLE: dict[str, Sequence[str | Line]] = {
+TABLE = {
     "Test set": [
         *_evaluated("test"), Line("teacher_auc", "AUC of the teacher"),
         Line("teacher_normalized_entropy", "normalized entropy of the teacher"),
@@ -390,12 +391,11 @@ _DONE = {
 def table(results: Mapping[str, Any]) -> str:
     """Format the results of a run."""
     of = "at the last evaluation" if results.get("best_step") is None else "of the best state"
-    groups: dict[str, Sequence[str | Line]] = {}
+    groups: dict[str, list[Line]] = {}
     for title, lines in TABLE.items():
         groups[f"{title}, {of}" if title == "Validation" else title] = lines
-    for name in results.get("labels", [])[1:]:  # first, as the prefixes of the sets would take them
-        others = {f"{title}, {name!r}": _evaluated(f"{which}_{name}") for title, which in SETS.items()}
-        groups = others | groups
+        for name in results.get("labels", [])[1:] if title in SETS else ():
+            groups[f"{title}, {name!r}"] = _evaluated(f"{SETS[title]}_{name}")
     return listing({key: value for key, value in results.items() if key != "labels"}, groups)
 
 
