@@ -5,7 +5,6 @@
     python experiments/evaluate.py --run runs/a --path b.prepared     the test rows of a prepared directory
     python experiments/evaluate.py --run runs/a --bootstrap 1000      and an interval of the AUC
     python experiments/evaluate.py --run runs/a --group C1 --segments C9 C17   and AUC within groups, and by segments
-
     python experiments/evaluate.py --run runs/a --predictions a.parquet   predictions with the keys of the schema
 
 Writes AUC, log loss, normalised entropy and calibration to results.json (of a regression RMSE and MAE), and the
@@ -15,6 +14,7 @@ that keeps one, else the last, from the newest whole image; the run may still be
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ from main import subsets
 from main.cli import Figure, Run, command_line, grid, listing, plot, refuse, say
 from main.click_data import TEST_BATCH, ClickJob, synthetic_clicks
 from main.signals import Asked, stop_on_signals
-from main.table_data import open_rows, with_vocabulary
+from main.table_data import labels_at, open_rows, with_vocabulary
 from main.table_summary import open_schema, warnings_of
 from main.targets import Targets, named
 from main.trained import (
@@ -224,8 +224,7 @@ def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int, places: Seque
 def _batch(rows, size, places):
     number = len(rows["dense"])
     fill = lambda array, value: np.pad(array, [(0, size - number)] + [(0, 0)] * (array.ndim - 1), constant_values=value)
-    label = rows.get("label", np.zeros((number, 1 + max(places)))).astype(np.float32)
-    label = fill(label.reshape(number, -1)[:, places[0] if len(places) == 1 else list(places)], 0)
+    label = fill(labels_at(rows.get("label", np.zeros((number, 1 + max(places)))).astype(np.float32), places), 0)
     # Criteo rows have one ids array, rows of a table one per lookup.
     ids = {key: rows[key] for key in rows if key.startswith("ids")}
     ids = {key.removeprefix("ids").removeprefix(".") or "sparse": fill(array, -1) for key, array in ids.items()}
@@ -402,11 +401,12 @@ def finish(
         of_key = [name for name in config.fields if name in found.keys]  # of a key that is a field too, as in training
         numbered = {name: np.unique(found.keys[name], return_inverse=True) for name in of_key}
         fields = found.fields | {name: mine for name, (_, mine) in numbered.items()}
-        known = dict(known) | {name: _named_by(texts) for name, (texts, _) in numbered.items()}
+        decode: dict[str, Callable] = {name: one.decode for name, one in known.items()}
+        decode |= {name: functools.partial(_texts_at, texts) for name, (texts, _) in numbered.items()}
         asked = config.group, config.segments, config.bootstrap
         of_parts = subsets.figures(found.found[:, 0], found.label[:, 0], found.weight, fields, *asked)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
-        results |= subsets.names_of(results, config.segments, known)
+        results |= subsets.names_of(results, config.segments, decode)
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
         np.savez(file, allow_pickle=False, **arrays_of(found))  # type: ignore[arg-type]
     if config.predictions is not None:
@@ -418,13 +418,8 @@ def finish(
     return results
 
 
-def _named_by(texts: np.ndarray) -> Vocabulary:
-    """Return what the numbers of a key stand for."""
-    names = [text.decode() for text in texts.tolist()]
-    return Vocabulary(
-        lambda rows: [names[row] for row in np.asarray(rows).ravel().tolist()],
-        lambda values: np.array([names.index(value or "") for value in values], np.int32),
-    )
+def _texts_at(texts: np.ndarray, rows: Sequence[int]) -> list[str]:
+    return [texts[row].decode() for row in rows]
 
 
 def arrays_of(found: Predictions) -> dict[str, np.ndarray]:

@@ -113,19 +113,15 @@ def train_to_the_end(
             config.engine.figures(engine) | trainers.figures(engine, sync, state, step_metrics) | saves.figures()
         )
         best = Best(run, metric, extra) if monitored else None
-        look, stop = last_callbacks(looks.patience, engine, recorder, saves, best, asked)
-
-        def slow_down(info: StepInfo) -> None:
-            if plateaus is not None and info.step < data.steps and without_gain(recorder.history, metric) > plateaus:
-                raise Plateau
-
-        for callback in (look, stop, slow_down):
+        no_better = None if plateaus is None else lambda: without_gain(recorder.history, metric) > plateaus
+        last = last_callbacks(looks.patience, no_better, engine, recorder, saves, best, asked)
+        for callback in last:
             engine.enter(callback)
         while True:
             try:
                 with contextlib.suppress(Over):
                     # An evaluation due at this step that a stop or a kill has prevented.
-                    for callback in (look, stop, slow_down):
+                    for callback in last:
                         callback(StepInfo(engine.state, engine.step, {}, {}))
                     engine.train(data.train)
                 unsaved = saves.last(engine.state)
@@ -163,8 +159,15 @@ def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
     return found
 
 
-def last_callbacks(patience: int | None, engine, recorder: Recorder, saves, best: Best | None, asked: Asked):
-    """Return the last two callbacks: one evaluates the state at rest, the other ends training between two steps."""
+def last_callbacks(
+    patience: int | None, no_better: Callable[[], bool] | None, engine, recorder: Recorder, saves, best: Best | None,
+    asked: Asked,
+):  # fmt: skip
+    """Return the last two callbacks: one evaluates the state at rest, the other ends training between two steps.
+
+    Args:
+      no_better: whether an evaluation since the engine began is no better, for a run that then lowers its rates.
+    """
 
     def look(info: StepInfo) -> None:
         def at_rest(tables):
@@ -179,6 +182,8 @@ def last_callbacks(patience: int | None, engine, recorder: Recorder, saves, best
     def stop(info: StepInfo) -> None:
         if asked or (best is not None and patience and best.evaluations_since(recorder.history) >= patience):
             raise Over
+        if no_better is not None and info.step < recorder.data.steps and no_better():
+            raise Plateau
 
     return look, stop
 

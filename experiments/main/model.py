@@ -3,8 +3,7 @@
     model = as_functions(make_model("deepfm", 16, dropout=0.2), examples)
 
 A model takes dense features f32[B, N] and activations f32[B, F, E] and returns an output f32[B], such as a logit, or
-f32[B, K] for K labels. It is a module of Linen,
-or a class of NNX, which is made of these sizes.
+f32[B, K] for K labels. It is a module of Linen, or a class of NNX, which is made of these sizes.
 """
 
 import functools

@@ -86,10 +86,11 @@ def mapping_of(data: Data) -> dict[str, Any]:
 
 def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
     """Refuse to go on with rows or outputs that stand for something else in the data: silently, they would be wrong."""
-    if saved.get("targets", mapping_of(data)["targets"]) != mapping_of(data)["targets"]:
+    now = mapping_of(data)
+    if saved.get("targets", now["targets"]) != now["targets"]:
         raise ValueError(
             f"{run.directory} predicts {saved['targets']} (label, weight, mean and deviation), and its data now has "
-            f"{mapping_of(data)['targets']}: prepare the same sources again, or begin anew in another --workdir."
+            f"{now['targets']}: prepare the same sources again, or begin anew in another --workdir."
         )
     if saved.get("vocabulary_digest") not in (None, data.vocabulary_digest):
         raise ValueError(

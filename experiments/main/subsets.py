@@ -5,12 +5,11 @@ Used by evaluate.py on the row ids of categorical fields: the categories of a pr
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrec.data.tabular import Vocabulary
 from jaxrec.embedding import EmbeddingSpec, Lookup
 from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
@@ -117,13 +116,15 @@ def _largest(ids):
     return names.astype(str)[mine]
 
 
-def names_of(results: Mapping[str, Any], segments: Sequence[str], known: Mapping[str, Vocabulary]) -> dict[str, str]:
-    """Return for results.json what the row ids of segments stand for, where the vocabulary is known."""
+def names_of(
+    results: Mapping[str, Any], segments: Sequence[str], decode: Mapping[str, Callable[[list[int]], Sequence]]
+) -> dict[str, str]:
+    """Return for results.json what the row ids of segments stand for, of the fields that have a `decode`."""
     found: dict[str, str] = {}
     for field in segments:
         rows = [row for row in _values(results, field) if row != OTHERS]
         with contextlib.suppress(KeyError, ValueError):  # no vocabulary, or one that hashes
-            names = known[field].decode([*map(int, rows)])
+            names = decode[field]([*map(int, rows)])
             found |= {f"segment_{field}_{row}_name": name or "<missing>" for row, name in zip(rows, names, strict=True)}
     return found
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxrec.data.blocks import read_metadata
@@ -24,6 +25,16 @@ from main.model import as_functions
 from main.targets import Targets, targets_of
 
 
+def labels_at(label: np.ndarray, places: Sequence[int]) -> np.ndarray:
+    """Return some of the labels [n, K] or [n] of rows, in the order of their places: [n] if it is one.
+
+    >>> labels_at(np.array([[1, 2, 3]]), [2, 0]).tolist(), labels_at(np.array([1, 2]), [0]).tolist()
+    ([[3, 1]], [1, 2])
+    """
+    found = label.reshape(len(label), -1)[:, list(places)]
+    return found[:, 0] if len(places) == 1 else found
+
+
 class Labelled:
     """A split with the labels that a run predicts, in their order."""
 
@@ -33,14 +44,11 @@ class Labelled:
         for label in labels:
             if label not in known:
                 raise ValueError(f"a table without the label {label!r} does not say what the run predicts: {known}.")
-        places = [known.index(label) for label in labels]
-        self._place = places if len(places) > 1 else places[0]  # one label is [n]
+        self._places = [known.index(label) for label in labels]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        block = dict(self._split[index])
-        if block["label"].ndim == 2:
-            block["label"] = block["label"][:, self._place]
-        return block
+        block = self._split[index]
+        return {**block, "label": labels_at(block["label"], self._places)}
 
 
 def open_rows(directory: Path, name: str, targets: Targets) -> Labelled:

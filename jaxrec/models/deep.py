@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from jaxrec.models.fm import FM
-from jaxrec.models.lr import LR, check_inputs
+from jaxrec.models.lr import LR, check_inputs, joined
 from jaxrec.models.tower import Tower, WithTowers
 
 
@@ -32,8 +31,7 @@ class DNN(WithTowers):
     def __call__(
         self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
     ) -> jax.Array:
-        check_inputs(self, dense, activations)
-        x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
+        x = joined(self, dense, activations)
         return nn.Dense(1)(Tower(self.tower, **self.layers)(x, train, counts).T)[:, 0]
 
 

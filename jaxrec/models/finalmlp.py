@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxrec.models.lr import check_inputs
+from jaxrec.models.lr import joined
 from jaxrec.models.tower import Tower, WithTowers
 
 
@@ -36,10 +36,9 @@ class FinalMLP(WithTowers):
     def __call__(
         self, dense: jax.Array, activations: jax.Array, train: bool = False, counts: jax.Array | None = None
     ) -> jax.Array:
-        check_inputs(self, dense, activations)
+        x = joined(self, dense, activations)
         if any(sizes[-1] % self.heads for sizes in self.towers):
             raise ValueError(f"towers={self.towers} must each end with a multiple of heads={self.heads}.")
-        x = jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
         first, second = (self._stream(x, number, sizes, train, counts) for number, sizes in enumerate(self.towers))
         heads = lambda out: out.reshape(out.shape[0], self.heads, -1)
         weight = self.param(

@@ -8,6 +8,7 @@ Legend: B batch, N dense features, F embedding vectors, E embedding width.
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 
 class LR(nn.Module):
@@ -43,3 +44,9 @@ def check_inputs(model: nn.Module, dense: jax.Array, activations: jax.Array, lea
             f"{name} wants rows of a width of at least {least_width}, the weight and the factors of a category, and "
             f"these have {activations.shape[2]}: make the tables wider."
         )
+
+
+def joined(model: nn.Module, dense: jax.Array, activations: jax.Array) -> jax.Array:
+    """Return the checked inputs of a model as one vector for each example, f32[B, N + F E], the input of a tower."""
+    check_inputs(model, dense, activations)
+    return jnp.concatenate([dense, activations.reshape(activations.shape[0], -1)], axis=1)
