@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent / "jaxrec"
 # A level imports only from the levels above it in this list; within a package any acyclic order will do.
 LEVELS = [
     ["types", "files", "interrupts", "bounds", "metrics", "xla", "__main__"],
-    ["sharding", "ranking", "models", "callbacks"],
+    ["sharding", "ranking", "callbacks"],
     ["embedding", "outcome"],
-    ["validate", "table_use", "data", "checkpoint"],
+    ["validate", "table_use", "data", "models", "checkpoint"],
     ["step", "prefetch"],
     ["task"],
     ["engine"],

@@ -1,20 +1,28 @@
 """Link prediction: scores, loss, ranks, files and batches against plain code; a small graph is learned."""
 
 import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from smoke import logged, smoke
+from smoke import EXPERIMENTS, logged, smoke
 
 from jaxrec import Serial
-from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples, load_triples
+from jaxrec.data.triple_files import load_triples
+from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.models.link_prediction import (
     COMPLEX,
     DISTMULT,
+    ROTATE,
+    TRANSE,
     Model,
     filtered_ranks,
     make_loss,
@@ -26,7 +34,7 @@ from jaxrec.sharding import make_mesh
 from jaxrec.task import Task
 
 GRAPH = generate_triples(entities=60, relations=3, clusters=6, tails=4)
-MODELS = {"distmult": DISTMULT, "complex": COMPLEX}
+MODELS = {"distmult": DISTMULT, "complex": COMPLEX, "transe": TRANSE, "rotate": ROTATE}
 
 
 def normal(*shape, seed=0):
@@ -40,12 +48,22 @@ def complex_rows(x):
 def naive_score(name, h, r, t):
     if name == "distmult":
         return sum(float(a) * float(b) * float(c) for a, b, c in zip(h, r, t, strict=True))
+    if name == "transe":
+        return -(sum((float(a) + float(b) - float(c)) ** 2 for a, b, c in zip(h, r, t, strict=True)) ** 0.5)
+    if name == "rotate":
+        turned = complex_rows(np.float64(h)) * np.exp(1j * np.float64(r))
+        return -float(np.sum(np.abs(turned - complex_rows(np.float64(t)))))
     h, r, t = (complex_rows(x) for x in (h, r, t))
     return sum((complex(a) * complex(b) * complex(c).conjugate()).real for a, b, c in zip(h, r, t, strict=True))
 
 
 def naive_cube(name, x):
-    return float(np.sum(np.abs(complex_rows(x) if name == "complex" else x) ** 3))
+    return float(np.sum(np.abs(complex_rows(x) if name in ("complex", "rotate") else x) ** 3))
+
+
+def relations_of(name, *shape, make=normal, **seed):
+    """Relations for rows of f32[n, E]: of half the width if they are phases."""
+    return make(*shape[:-1], shape[-1] // (2 if name == "rotate" else 1), **seed)
 
 
 # ---- scores
@@ -53,11 +71,13 @@ def naive_cube(name, x):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_are_those_of_a_loop_over_coordinates(name):
-    head, relation, tail = normal(4, 6), normal(4, 6, seed=1), normal(9, 6)
+    head, relation, tail = normal(4, 6), relations_of(name, 4, 6, seed=1), normal(9, 6)
     found = score(MODELS[name], head, relation, tail)
     wanted = [[naive_score(name, h, r, t) for t in tail] for h, r in zip(head, relation, strict=True)]
     assert found.shape == (4, 9) and found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    near = MODELS[name].near(MODELS[name].query(head, relation), tail[:4])
+    np.testing.assert_allclose(near, np.diag(found[:, :4]), rtol=1e-4, atol=1e-5)
 
 
 def test_only_complex_tells_a_relation_from_its_inverse():
@@ -70,8 +90,9 @@ def test_only_complex_tells_a_relation_from_its_inverse():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_written_gradient_of_a_score_is_that_of_autodiff(name):
-    inputs, weight = (normal(4, 6), normal(4, 6, seed=1), normal(9, 6)), normal(4, 9)
-    plain = lambda head, relation, tail: MODELS[name].query(head, relation) @ tail.T
+    inputs, weight = (normal(4, 6), relations_of(name, 4, 6, seed=1), normal(9, 6)), normal(4, 9)
+    near = MODELS[name].near  # of all pairs, without products of matrices
+    plain = lambda head, relation, tail: near(MODELS[name].query(head, relation)[:, None], tail[None])
     written = lambda *x: score(MODELS[name], *x)
     found, wanted = (jax.grad(lambda *x, f=f: jnp.sum(f(*x) * weight), (0, 1, 2))(*inputs) for f in (written, plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
@@ -87,18 +108,18 @@ def test_wrong_shapes_are_refused():
 # ---- loss
 
 
-def loss_inputs(groups=2):
+def loss_inputs(name="complex", groups=2):
     """Inputs with a missing example at the end; in every group, one negative is an example's tail."""
     batches = TripleBatches(both_directions(GRAPH.train, 3)[:11], 60, batch_size=12, negatives=5, groups=groups)
     batch = batches.batch(0)
     batch.ids["negative"][:, 2] = batch.ids["tail"][:: 12 // groups]
     rows = np.concatenate([normal(60, 8), np.zeros((1, 8), np.float32)])  # id -1 reads zero
-    return {"relation": normal(6, 8, seed=1)}, {name: rows[ids] for name, ids in batch.ids.items()}, batch
+    return {"relation": relations_of(name, 6, 8, seed=1)}, {key: rows[ids] for key, ids in batch.ids.items()}, batch
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_is_that_of_a_loop_over_examples(name):
-    params, vectors, batch = loss_inputs()
+    params, vectors, batch = loss_inputs(name)
     found = make_loss(MODELS[name], 0.01)(params, vectors, batch)
     for i in range(11):
         h, t, r = vectors["head"][i], vectors["tail"][i], params["relation"][int(batch.dense[i, 0])]
@@ -106,13 +127,17 @@ def test_the_loss_is_that_of_a_loop_over_examples(name):
         scores = [naive_score(name, h, r, t)] + [
             naive_score(name, h, r, x) for n, x in others if n != batch.ids["tail"][i]
         ]
-        wanted = np.log(np.sum(np.exp(scores))) - scores[0] + 0.01 * sum(naive_cube(name, x) for x in (h, r, t))
+        wanted = (
+            np.log(np.sum(np.exp(scores)))
+            - scores[0]
+            + 0.01 * sum(naive_cube(name, x) for x in ((h, t) if name == "rotate" else (h, r, t)))
+        )
         assert found[i] == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_right_and_finite_where_ids_are_missing(name):
-    params, vectors, batch = loss_inputs()
+    params, vectors, batch = loss_inputs(name)
     total = jax.jit(lambda p, v: jnp.sum(make_loss(MODELS[name], 0.01)(p, v, batch) * batch.weight))
     gradients = jax.grad(total, (0, 1))(params, vectors)
     assert all(np.isfinite(leaf).all() and np.any(leaf) for leaf in jax.tree.leaves(gradients))
@@ -146,7 +171,8 @@ def small_integers(*shape, seed):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [7, 64, 1000])
 def test_filtered_ranks_are_those_of_brute_force_with_ties(name, chunk):
-    entities, relations = small_integers(60, 4, seed=0), small_integers(6, 4, seed=1)
+    entities, relations = small_integers(60, 4, seed=0), relations_of(name, 6, 4, make=small_integers, seed=1)
+    relations = 0 * relations if name == "rotate" else relations  # of other phases, scores are not exact
     queries = both_directions(GRAPH.test, 3)
     found = filtered_ranks(MODELS[name], entities, relations, queries, KnownTails.of(GRAPH).pairs, chunk)
     facts = {tuple(fact) for fact in both_directions(np.concatenate(GRAPH[:3]), 3).tolist()}
@@ -201,7 +227,7 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
         assert part.dtype == np.int32
         np.testing.assert_array_equal(part, wanted)
     assert (found.entities, found.relations) == (60, 3)
-    assert load_triples(tmp_path, entities=100)[3:] == (100, 3)
+    assert not len(found.names[0])
 
 
 @pytest.mark.parametrize(
@@ -213,23 +239,72 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
         ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
         ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
         ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),
-        ("2\n0 1 2\n1 60 0\n", r"line 3: head, relation, tail are \[1, 0, 60\], but there are 60 entities"),
-        ("2\n0 1 2\n1 2 3\n", r"line 3: .* 3 relations"),
     ],
 )
 def test_a_bad_file_is_refused_by_name_and_line(tmp_path, text, message):
     write(tmp_path, packed=False, valid=text)
     with pytest.raises(ValueError, match=f"valid2id.txt, {message}"):
-        load_triples(tmp_path, 60, 3)
+        load_triples(tmp_path)
 
 
 def test_a_missing_or_torn_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds neither train2id.txt.gz nor train2id.txt"):
+    with pytest.raises(ValueError, match=r"holds neither OpenKE's train2id.txt"):
         load_triples(tmp_path)
     write(tmp_path)
     (tmp_path / "test2id.txt.gz").write_bytes((tmp_path / "test2id.txt.gz").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"test2id.txt.gz cannot be read"):
         load_triples(tmp_path)
+
+
+def named():
+    """The graph with names whose order is not that of the ids."""
+    entity, relation = (np.array([f"{letter}{(7 * i) % 60}" for i in range(60)]) for letter in "er")
+    return [np.stack([entity[p[:, 0]], relation[p[:, 1]], entity[p[:, 2]]], axis=1) for p in GRAPH[:3]]
+
+
+def name_triples(triples):
+    entity, relation = triples.names
+    return [np.stack([entity[p[:, 0]], relation[p[:, 1]], entity[p[:, 2]]], axis=1) for p in triples[:3]]
+
+
+def write_table(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table(dict(zip("abc", rows.T.tolist(), strict=True))), path)
+    else:
+        text = "".join("\t".join(row) + "\n" for row in rows.tolist()).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+@pytest.mark.parametrize("ending", ["tsv", "txt.gz", "parquet"])
+def test_tables_of_names_come_back_with_their_names(tmp_path, ending):
+    for split, rows in zip(("train", "valid", "test"), named(), strict=True):
+        write_table(tmp_path / f"{split}.{ending}", rows)
+    found = load_triples(tmp_path)
+    for part, wanted in zip(name_triples(found), named(), strict=True):
+        np.testing.assert_array_equal(part, wanted)
+    ids = np.unique(np.concatenate(found[:3])[:, [0, 2]])
+    assert ids.tolist() == list(range(found.entities)) and found.relations == 3
+
+
+def test_one_table_is_split_by_its_seed(tmp_path):
+    rows = np.concatenate(named())
+    write_table(tmp_path / "edges.tsv", rows)
+    found, again, other = (load_triples(tmp_path / "edges.tsv", seed) for seed in (1, 1, 2))
+    assert [len(part) for part in found[1:3]] == [len(rows) // 20] * 2
+    order = lambda rows: sorted(map(tuple, rows.tolist()))
+    assert order(np.concatenate(name_triples(found))) == order(rows)
+    assert (found.test == again.test).all() and (found.test != other.test).any()
+    write_table(tmp_path / "few.tsv", rows[:19])
+    with pytest.raises(ValueError, match="too few to split"):
+        load_triples(tmp_path / "few.tsv")
+
+
+def test_a_bad_table_is_refused_by_name_and_line(tmp_path):
+    for text, message in [("", "is empty"), ("a\tb\tc\na b c\n", "line 2: 'a b c' is not head, relation and tail")]:
+        (tmp_path / "edges.tsv").write_text(text)
+        with pytest.raises(ValueError, match=f"edges.tsv,? {message}"):
+            load_triples(tmp_path / "edges.tsv")
 
 
 # ---- batches
@@ -260,6 +335,18 @@ def test_an_epoch_holds_every_triple_once_and_pads_its_end():
         np.testing.assert_array_equal(np.unique(np.concatenate(found), axis=0), np.unique(GRAPH.train, axis=0))
         assert sum(map(len, found)) == n
     assert set(np.concatenate([b.ids["negative"] for b in batches.stream(0, 20)]).reshape(-1)) == set(range(60))
+
+
+def test_negatives_by_degree_are_drawn_as_often_as_they_are_tails():
+    heads, tails = np.arange(60), np.where(np.arange(60) < 45, 7, 8)
+    star = np.stack([heads, 0 * heads, tails], axis=1).astype(np.int32)
+    batches = TripleBatches(star, 60, batch_size=32, negatives=10, groups=2, by_degree=0.4)
+    drawn = np.concatenate([batch.ids["negative"] for batch in batches.stream(0, 200)])  # [400, 10]
+    popular, uniform = drawn[:, :4], drawn[:, 4:]
+    assert set(popular.reshape(-1)) == {7, 8} and abs(np.mean(popular == 7) - 0.75) < 0.05
+    assert len(set(uniform.reshape(-1))) == 60
+    with pytest.raises(ValueError, match="by_degree=1.5"):
+        TripleBatches(star, 60, 32, 10, by_degree=1.5)
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 0}, {"negatives": 0}, {"groups": 5}, {"triples": GRAPH.train[:0]}])
@@ -313,15 +400,54 @@ def test_a_small_graph_is_learned(name, times):
     assert after > times * before
 
 
+# ---- the experiments
+
+
 @pytest.mark.slow
-def test_the_experiment_trains_in_every_mode_and_oac_equals_sync(tmp_path):
-    found = smoke(tmp_path, "oac_link_prediction", "--epochs", 5)
-    for mode in ("sync", "async", "oac"):
-        assert {f"{key}_{mode}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
-    for ratio in ("async_over_sync", "oac_over_sync", "oac_over_async"):  # measured in turns, before training
-        assert 0 < found[f"{ratio}_low"] <= found[ratio] <= found[f"{ratio}_high"]
-    assert found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async"]
+def test_the_comparison_trains_in_every_mode_and_goes_on(tmp_path):
+    flags = "--epochs", 4, "--encoder", "graph_sage", "--model", "distmult", "--n3", 0, "--windows", 2, 6
+    found = smoke(tmp_path, "oac_link_prediction", *flags, "--seeds", 2)
+    names = ("sync", "async_window_2", "async_window_6", "oac")
+    for name in names:
+        assert {f"{key}_{name}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
+    assert 0 < found["oac_over_sync_low"] <= found["oac_over_sync"] <= found["oac_over_sync_high"]
+    assert (
+        found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async_window_2"]
+    )
     rows = logged(tmp_path)
-    epochs = [(row["mode"], row["epoch"]) for row in rows]
-    assert epochs == [(mode, epoch) for mode in ("sync", "async", "oac") for epoch in range(1, 6)]
-    assert rows[-1]["valid_mrr"] == found["valid_mrr_oac"] > 0.15
+    epochs = [(row["seed"], row["mode"], row["epoch"]) for row in rows if "epoch" in row]
+    assert epochs == [(seed, name, epoch) for seed in (0, 1) for name in names for epoch in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:12]))
+    again = smoke(tmp_path, "oac_link_prediction", *flags, "--seeds", 2, "--resume")
+    same = [key for key in found if key.startswith(("test_", "oac_equals"))]
+    assert {key: again[key] for key in same} == {key: found[key] for key in same}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--tables", "pinned", "--pipeline", "oac"), ("--pipeline", "oac", "--window", 4)])
+def test_vectors_are_trained_ranked_and_exported_and_a_stopped_run_goes_on_bit_for_bit(tmp_path, flags):
+    write_table(tmp_path / "edges.tsv", np.concatenate(named()))
+    common = "--path", tmp_path / "edges.tsv", "--epochs", 6, "--encoder", "graph_sage", "--fanout", 3, *flags
+    found = smoke(tmp_path / "whole", "link_prediction", *common)
+    vectors = dict(np.load(tmp_path / "whole" / "vectors.npz"))
+    assert vectors["entity"].shape == (60, 64) and vectors["relation"].shape == (6, 64)
+    assert set(vectors["entity_name"]) == {f"e{i}" for i in range(60)} and found["test_mrr"] > 0.15
+    other = tmp_path / "stopped"
+    stop_after_a_line(("link_prediction", "--preset", "smoke", *common, "--workdir", other), other / "metrics.jsonl")
+    assert not (other / "results.json").exists()
+    again = smoke(other, "link_prediction", *common, "--resume")
+    assert {key: value for key, value in again.items() if "per_s" not in key} == {
+        key: value for key, value in found.items() if "per_s" not in key
+    }
+    jax.tree.map(np.testing.assert_array_equal, dict(np.load(other / "vectors.npz")), vectors)
+
+
+def stop_after_a_line(command, file):
+    """Start an experiment and send it SIGTERM once it has logged a line."""
+    name, *flags = command
+    with subprocess.Popen([sys.executable, EXPERIMENTS / f"{name}.py", *map(str, flags)]) as process:
+        while not (file.exists() and file.read_bytes().count(b"\n")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM

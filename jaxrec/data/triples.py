@@ -1,4 +1,4 @@
-"""Knowledge graphs as triples: files, batches with shared negatives, and known tails for filtered ranking.
+"""Knowledge graphs as triples: batches with shared negatives, and known tails for filtered ranking.
 
 Every triple (h, r, t) is also learned and queried as its reciprocal (t, r + R, h), so that a model ranks tails only
 (Lacroix et al., arXiv 1806.07297, section 3.2).
@@ -9,20 +9,16 @@ group.
 
 import dataclasses
 import functools
-import gzip
 import itertools
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxrec.bounds import real_number
 from jaxrec.types import Batch
 
-_SPLITS = ("train", "valid", "test")
 _ORDER, _NEGATIVES, _GRAPH = 1, 2, 3  # streams of random numbers
-_MAX_ID = 10**9
 
 
 class Triples(NamedTuple):
@@ -33,33 +29,8 @@ class Triples(NamedTuple):
     test: np.ndarray  # i32[n, 3]
     entities: int  # N
     relations: int  # R, without reciprocals
-
-
-def load_triples(directory: Path | str, entities: int | None = None, relations: int | None = None) -> Triples:
-    """Read the OpenKE files DIR/{train,valid,test}2id.txt(.gz): a count, then lines of `head tail relation`.
-
-    Args:
-      directory: directory of the three files.
-      entities: N; None for one more than the largest entity id.
-      relations: R; None for one more than the largest relation id.
-
-    Returns:
-      Triples, in file order.
-    """
-    files = {split: _find(Path(directory), split) for split in _SPLITS}
-    parts = {split: _read(path) for split, path in files.items()}  # i64[n, 3]
-    n, r = (1 + max(int(part[:, columns].max()) for part in parts.values()) for columns in ([0, 2], [1]))
-    n, r = n if entities is None else entities, r if relations is None else relations
-    for split, part in parts.items():
-        outside = (part >= np.array([n, r, n])).any(axis=1)
-        if outside.any():
-            row = int(np.argmax(outside))
-            raise ValueError(
-                f"{files[split]}, line {row + 2}: head, relation, tail are {part[row].tolist()}, but there are {n} "
-                f"entities and {r} relations: give the right numbers or correct the line."
-            )
-    train, valid, test = (part.astype(np.int32) for part in parts.values())
-    return Triples(train, valid, test, n, r)
+    # Names of entities and of relations, str[N] and str[R], in the order of their ids; empty if files give ids.
+    names: tuple[np.ndarray, np.ndarray] = (np.zeros(0, str), np.zeros(0, str))
 
 
 def generate_triples(
@@ -118,6 +89,8 @@ class TripleBatches:
       negatives: K.
       groups: G, a divisor of B.
       seed: seed of the order of each epoch and of the negatives.
+      by_degree: share of the negatives, from 0 to 1, that are tails of random triples, so drawn by their degree;
+        the others are uniform (Lerer et al., arXiv 1903.12287, section 3.1).
     """
 
     triples: np.ndarray
@@ -126,6 +99,7 @@ class TripleBatches:
     negatives: int
     groups: int = 1
     seed: int = 0
+    by_degree: float = 0.0
 
     def __post_init__(self):
         sizes = {k: getattr(self, k) for k in ("entities", "batch_size", "negatives", "groups")}
@@ -133,6 +107,7 @@ class TripleBatches:
             raise ValueError(
                 f"{len(self.triples)} triples, {sizes}: need at least one of each, and groups that divide the batch."
             )
+        real_number("by_degree", self.by_degree, "a share from 0 to 1", lambda share: 0 <= share <= 1)
         if self.triples[:, 1].max() >= 2**24:
             raise ValueError(
                 f"relation {self.triples[:, 1].max()}: ids travel as float32, exact below 2**24: number them densely."
@@ -161,14 +136,16 @@ class TripleBatches:
         real = np.arange(size) < len(chosen)
         rng = np.random.default_rng([self.seed, _NEGATIVES, index])
         negative = rng.integers(self.entities, size=(self.groups, self.negatives), dtype=np.int32)
+        popular = round(self.by_degree * self.negatives)
+        if popular:
+            negative[:, :popular] = self.triples[rng.integers(len(self.triples), size=(self.groups, popular)), 2]
         ids = {"head": rows[:, 0].copy(), "tail": rows[:, 2].copy(), "negative": negative}
         relation = np.where(real, rows[:, 1], 0).astype(np.float32)[:, None]
         return Batch(ids, np.ones(size, np.float32), relation, real.astype(np.float32))
 
     def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
         """Yield batches `start`, `start` + 1, ..., below index `batches`, or without end if `batches` is None."""
-        indices = itertools.count(start) if batches is None else range(start, batches)
-        return (self.batch(index) for index in indices)
+        return map(self.batch, itertools.count(start) if batches is None else range(start, batches))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -219,39 +196,3 @@ class KnownTails:
 def _order(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return the order of an epoch, i64[n]; cached, since each of its batches needs it."""
     return np.random.default_rng([seed, _ORDER, epoch]).permutation(n)
-
-
-def _find(directory: Path, split: str) -> Path:
-    names = [f"{split}2id.txt.gz", f"{split}2id.txt"]
-    for name in names:
-        if (directory / name).is_file():
-            return directory / name
-    raise ValueError(
-        f"{directory} holds neither {' nor '.join(names)}: give the directory of the three files, for example of "
-        "FB15k-237 as OpenKE distributes it."
-    )
-
-
-def _read(path: Path) -> np.ndarray:
-    """Read one file, i64[n, 3] in the order head, relation, tail."""
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = data.decode("ascii").splitlines()
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): fetch it again.") from error
-    count = lines[0].strip() if lines else ""
-    if not count.isdigit() or not 0 < int(count) == len(lines) - 1:
-        raise ValueError(
-            f"{path}, line 1: {count!r} is not the number of triples, one on each of the {len(lines[1:])} lines that "
-            "follow, at least one: fetch the file again or correct the number."
-        )
-    rows = []
-    for number, line in enumerate(lines[1:], 2):
-        fields = line.split()
-        if len(fields) != 3 or not all(field.isdigit() and int(field) < _MAX_ID for field in fields):
-            raise ValueError(
-                f"{path}, line {number}: {line!r} is not `head tail relation`, three integers from 0 to {_MAX_ID - 1}: "
-                "correct the line."
-            )
-        rows.append([int(field) for field in fields])
-    return np.array(rows, np.int64)[:, [0, 2, 1]]

@@ -360,6 +360,11 @@ def activations(spec: EmbeddingSpec, values, plans):
     return result
 
 
+def sum_bags(rows: jax.Array, places: jax.Array) -> jax.Array:
+    """Sum rows f32[n, E] over the bags of places i32[..., H], n where a bag has none: f32[..., E]."""
+    return _totals(frozenset(["bag"]), rows, {"bag": places})["bag"]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _totals(bags, rows, positions):
     """Gather rows f32[S U, E] at the positions, and sum those of each bag over the last axis: {lookup: f32[B, ..., E]}.

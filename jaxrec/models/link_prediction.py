@@ -1,9 +1,10 @@
-"""Link prediction in knowledge graphs: DistMult and ComplEx, a sampled softmax with N3 penalty, filtered ranks.
+"""Link prediction in knowledge graphs: four models, a sampled softmax with N3 penalty, filtered ranks.
 
-A relation maps a head to a query; the score of a tail is its dot product with the query. Rows of ComplEx are f32[2 C]:
-C real parts, then C imaginary parts.
+A relation maps a head to a query; the score of a tail is its dot product with the query (DistMult, ComplEx), or minus
+its distance from it (TransE, RotatE). Complex rows are f32[2 C]: C real parts, then C imaginary parts.
 
-Legend: B batch, G groups per batch, K candidates or negatives, E row width, N entities, R relations, Q queries.
+Legend: B batch, G groups per batch, K candidates or negatives, E row width, N entities, R relations, Q queries, C
+complex coordinates.
 """
 
 from collections.abc import Callable
@@ -18,38 +19,46 @@ from jaxrec.types import Batch
 
 
 class Model(NamedTuple):
-    """A factorisation: how a relation acts on a head, and the cubed modulus of each coordinate."""
+    """How a relation acts on a head, how near a tail is to the result, and the cubed modulus of each coordinate."""
 
-    query: Callable  # (head f32[..., E], relation f32[..., E]) -> f32[..., E]
+    query: Callable  # (head f32[..., E], relation f32[..., E], or f32[..., C] of RotatE) -> f32[..., E]
+    near: Callable  # (query f32[..., E], tail f32[..., E]) -> f32[...]
+    near_all: Callable  # (query f32[B, E], tail f32[K, E]) -> f32[B, K]
     cube: Callable  # f32[..., E] -> f32[..., E], or f32[..., C] where coordinates are complex
 
 
+def _halves(x):
+    if x.shape[-1] % 2:
+        raise ValueError(f"complex rows have an even width, real beside imaginary parts, got {x.shape[-1]}.")
+    return jnp.split(x, 2, axis=-1)
+
+
 def _complex_query(head, relation):
-    if head.shape[-1] % 2:
-        raise ValueError(f"ComplEx wants rows of an even width, real beside imaginary parts, got {head.shape[-1]}.")
-    (a, b), (c, d) = jnp.split(head, 2, axis=-1), jnp.split(relation, 2, axis=-1)
+    (a, b), (c, d) = _halves(head), _halves(relation)
+    return jnp.concatenate([a * c - b * d, a * d + b * c], axis=-1)
+
+
+def _rotated(head, phase):
+    (a, b), c, d = _halves(head), jnp.cos(phase), jnp.sin(phase)
     return jnp.concatenate([a * c - b * d, a * d + b * c], axis=-1)
 
 
 def _complex_cube(x):
-    real, imaginary = jnp.split(x, 2, axis=-1)
+    real, imaginary = _halves(x)
     return _cube(jnp.square(real) + jnp.square(imaginary))
 
 
+def _real_cube(x):
+    return _cube(jnp.square(x))
+
+
 def _cube(squared):
-    # The constant keeps the gradient of the root finite at 0, the activation of a missing id.
-    return squared * jnp.sqrt(squared + 1e-30)
+    return squared * _root(squared)
 
 
-# s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1)
-DISTMULT = Model(lambda head, relation: head * relation, lambda x: _cube(jnp.square(x)))
-# s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357)
-COMPLEX = Model(_complex_query, _complex_cube)
-
-
-def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
-    """Score every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
-    return _products(model.query(head, relation), tail)
+def _root(squared):
+    # The constant keeps the gradient finite at 0, as for the activation of a missing id.
+    return jnp.sqrt(squared + 1e-30)
 
 
 @jax.custom_vjp
@@ -67,6 +76,45 @@ def _products_backward(saved, gradient):
 _products.defvjp(lambda query, tail: (_products(query, tail), (query, tail)), _products_backward)
 
 
+def _product(query, tail):
+    return jnp.sum(query * tail, axis=-1)
+
+
+def _minus_distance(query, tail):
+    return _minus_length(jnp.sum(jnp.square(query - tail), axis=-1))
+
+
+def _minus_distances(query, tail):
+    # By products, as [B, K, E] would take most of the step.
+    squared = jnp.sum(jnp.square(query), axis=-1)[:, None] + jnp.sum(jnp.square(tail), axis=-1)[None]
+    return _minus_length(squared - 2 * _products(query, tail))
+
+
+def _minus_length(squared):
+    # Rounding can make the square of a short one negative; the constant bounds the gradient there.
+    return -jnp.sqrt(jnp.maximum(squared, 0) + 1e-6)
+
+
+def _minus_moduli(query, tail):
+    real, imaginary = _halves(query - tail)
+    return -jnp.sum(_root(jnp.square(real) + jnp.square(imaginary)), axis=-1)
+
+
+# s = sum_i h_i r_i t_i (Yang et al., arXiv 1412.6575, section 3.1)
+DISTMULT = Model(lambda head, relation: head * relation, _product, _products, _real_cube)
+# s = Re(sum_i h_i r_i conj(t_i)) (Trouillon et al., arXiv 1606.06357)
+COMPLEX = Model(_complex_query, _product, _products, _complex_cube)
+# s = -|h + r - t|_2 (Bordes et al., NIPS 2013)
+TRANSE = Model(lambda head, relation: head + relation, _minus_distance, _minus_distances, _real_cube)
+# s = -sum_i |h_i exp(i r_i) - t_i|, r_i a phase (Sun et al., arXiv 1902.10197)
+ROTATE = Model(_rotated, _minus_moduli, lambda query, tail: _minus_moduli(query[:, None], tail[None]), _complex_cube)
+
+
+def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
+    """Score every query against every tail: f32[B, E], f32[B, E], f32[K, E] -> f32[B, K]."""
+    return model.near_all(model.query(head, relation), tail)
+
+
 def relation_of(batch: Batch) -> jax.Array:
     """Return the relation of each example, i32[B], which `data.triples` stores in `dense` f32[B, 1]."""
     return batch.dense[:, 0].astype(jnp.int32)
@@ -80,12 +128,12 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
     the paper's code (Lacroix et al., arXiv 1806.07297, section 4).
 
     Args:
-      model: DISTMULT or COMPLEX.
-      n3: weight of the penalty.
+      model: DISTMULT, COMPLEX, TRANSE or ROTATE.
+      n3: weight of the penalty; phases of ROTATE are left out of it.
 
     Returns:
-      A loss for a `Task`: (params {'relation': f32[2 R, E]}, activations {'head', 'tail': f32[B, E],
-      'negative': f32[G, K, E]}, Batch) -> f32[B].
+      A loss for a `Task`: (params {'relation': f32[2 R, E], or f32[2 R, C] of ROTATE}, activations {'head',
+      'tail': f32[B, E], 'negative': f32[G, K, E]}, Batch) -> f32[B].
     """
     real_number("n3", n3, "0 or more: the weight of a penalty", is_not_negative)
 
@@ -94,12 +142,13 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
         if len(head) % len(negative):
             raise ValueError(f"{len(negative)} groups of negatives must divide a batch of {len(head)}.")
         relation = params["relation"][relation_of(batch)]
-        positive = jnp.sum(model.query(head, relation) * tail, axis=-1)
+        positive = model.near(model.query(head, relation), tail)
         entropy = [
             _cross_entropy(positive[rows], score(model, head[rows], relation[rows], negative[g]), batch, rows, g)
             for g, rows in enumerate(_groups(len(head), len(negative)))
         ]
-        penalty = sum(jnp.sum(model.cube(x), axis=-1) for x in (head, relation, tail))
+        penalised = (head, tail) if model is ROTATE else (head, relation, tail)
+        penalty = sum(jnp.sum(model.cube(x), axis=-1) for x in penalised)
         return jnp.concatenate(entropy) + n3 * penalty
 
     return loss
@@ -134,9 +183,9 @@ def filtered_ranks(
     higher. The filter is that of Bordes et al., NIPS 2013.
 
     Args:
-      model: DISTMULT or COMPLEX.
+      model: DISTMULT, COMPLEX, TRANSE or ROTATE.
       entities: f32[N, E].
-      relations: f32[2 R, E].
+      relations: f32[2 R, E], or f32[2 R, C] of ROTATE.
       queries: i32[Q, 3]: head, relation, true tail; the two directions of a triple are two queries.
       known: (head i32[q], relation i32[q]) -> (query index i32[m], known tail i32[m]), such as
         `data.triples.KnownTails.pairs`.

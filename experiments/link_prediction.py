@@ -1,0 +1,145 @@
+"""Train vectors of a graph's nodes by link prediction, rank its held-out links, and export the vectors.
+
+    python experiments/link_prediction.py                              a generated graph, a minute
+    python experiments/link_prediction.py --path FB15k-237             ComplEx on a knowledge graph, six minutes
+    python experiments/link_prediction.py --path edges.tsv             a table of head, relation and tail of one's own
+    python experiments/link_prediction.py --encoder graph_sage --model distmult     a graph network
+    python experiments/link_prediction.py --tables host --pipeline oac              rows in host memory
+    python experiments/link_prediction.py --workdir DIR --resume       goes on with a run that was stopped or killed
+
+docs/graphs.md has more. After each epoch validation triples are ranked among all entities, filtered; at the end the
+test triples. vectors.npz of the run's directory has the vectors of entities and relations, and their names.
+"""
+
+from main.signals import Stopped, stop_on_signals  # isort: skip  first: the imports below take seconds
+
+import contextlib
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+from main.cli import Run, belongs, command_line, plot, refuse
+from main.engines import Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
+from main.graphs import GraphFlags, LinkJob, LinkRecorder, make_link_job, triples_of
+from main.run_dir import go_on_with
+
+from jaxrec.callbacks import StepInfo, every
+from jaxrec.checkpoint import Checkpointer, images, restore
+from jaxrec.engine import Engine
+from jaxrec.files import atomic_write
+from jaxrec.loop import keep_memory
+from jaxrec.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(GraphFlags):
+    """Flags of link prediction."""
+
+    tables: Literal["device", "pinned", "host"] = "host"
+    """Where the rows are: device, pinned (in host memory, read and written by the GPU itself) or host."""
+    pipeline: PipelineKind = "none"
+    """Over --tables host: sync, semisync, async or oac; over pinned: oac. None trains one batch after the other."""
+    window: int = 2
+    """Batches in flight, of async and oac."""
+    resume: bool = False
+    """Resume the run in --workdir, bit for bit unless it is async."""
+
+
+class Over(Exception):
+    """Raised to end training between two steps."""
+
+
+def engine_of(config: Config, job: LinkJob, state: TrainState) -> Engine:
+    """Return the engine that the flags choose."""
+    if config.pipeline == "none":
+        return InTurn().engine(job.task, state)
+    if config.tables == "pinned":
+        return Overlapped(window=config.window).engine(job.task, state)
+    if config.pipeline in ("async", "oac"):
+        return Asynchronous(config.pipeline, config.window).engine(job.task, state)
+    return Synchronous(config.pipeline).engine(job.task, state)
+
+
+def check(config: Config) -> None:
+    """Refuse flags that contradict each other."""
+    kinds = {"host": ("sync", "semisync", "async", "oac"), "pinned": ("oac",)}.get(config.tables, ())
+    refuse(
+        {
+            belongs("pipeline", config.pipeline, "--tables host or, with oac, pinned"): (
+                config.pipeline not in ("none", *kinds)
+            ),
+        }
+    )
+
+
+def saved(run: Run, state: TrainState) -> TrainState:
+    """Return the newest state of the run, or the given one; rows of metrics after it are dropped."""
+    directory, step = run.directory / "checkpoints", 0
+    if images(directory):
+        state, image = restore(directory, state)
+        step = image.step
+        if image.run != run.id:
+            raise ValueError(f"{image.path} is of another run, {image.run}: give another --workdir.")
+    run.rewrite_metrics([row for row in run.metrics() if row["step"] <= step])
+    return state
+
+
+def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
+    """Train to the end, or until asked to stop; return the contents of results.json."""
+    state = saved(run, job.task.init(job.params, config.tables))
+    saves = Checkpointer(run.directory / "checkpoints", run=run.id, every_steps=job.batches_per_epoch)
+
+    def stop(info: StepInfo) -> None:
+        if asked:
+            raise Over
+
+    with engine_of(config, job, state) as engine, asked.held():
+        recorder = LinkRecorder(job, config.valid_triples, engine, run.log)
+        engine.enter(recorder.show)
+        engine.enter(every(job.batches_per_epoch, recorder.rank))
+        engine.enter(saves)
+        engine.enter(stop)
+        with contextlib.suppress(Over):
+            engine.train(job.batches.stream(engine.step, job.steps))
+        recorder.bar.close()
+        if asked:
+            saves.save(engine.state)
+            raise Stopped(asked.signal, f"stopped and saved at step {engine.step}; {go_on_with(run)}")
+    tested = job.ranks(engine.state, job.triples.test)
+    export(run, job, engine.state)
+    history = run.metrics()
+    results = {f"test_{key}": value for key, value in tested.items()}
+    results |= {key: history[-1][key] for key in ("valid_mrr", "train_loss")}
+    rates = [row["examples_per_s"] for row in history]
+    return results | {"examples_per_s": float(np.median(rates)), "steps": job.steps}
+
+
+def export(run: Run, job: LinkJob, state: TrainState) -> None:
+    """Write vectors.npz: `entity` f32[N, D], `relation`, and their names, if the files have names."""
+    entities, relations = job.triples.names
+    arrays: dict[str, Any] = {"entity": job.entities(state), "relation": np.asarray(state.dense.params["relation"][0])}
+    arrays |= {"entity_name": entities, "relation_name": relations} if len(entities) else {}
+    with atomic_write(run.directory / "vectors.npz") as partial, open(partial, "wb") as file:
+        np.savez(file, **arrays)
+
+
+def main(config: Config) -> dict:
+    """Train, rank and export; return the contents of results.json."""
+    check(config)
+    keep_memory()
+    with Run("link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
+        results = run.read_json("results.json")
+        if not results:
+            triples = triples_of(config)
+            print(f"{len(triples.train)} training triples, {triples.entities} entities, {triples.relations} relations")
+            with asked.saying(f"stopped; {go_on_with(run)}"):
+                results = train(config, run, make_link_job(config, triples), asked)
+            epochs, mrr = zip(*((row["epoch"], row["valid_mrr"]) for row in run.metrics()), strict=True)
+            said = f"Filtered MRR {results['test_mrr']:.3f} on the test triples, of {triples.entities} entities"
+            plot(run.directory / "mrr.png", {"valid MRR, filtered": {config.model: (epochs, mrr)}}, "epochs", said)
+        run.close(results)
+        return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)

@@ -1,0 +1,254 @@
+"""Link prediction of one's own or a generated graph: flags, the job that they describe, and its filtered ranks."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from jaxrec.callbacks import StepInfo
+from jaxrec.data.neighbours import BAG, Neighbours, SubgraphBatches, stacked
+from jaxrec.data.triple_files import load_triples
+from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples
+from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, embedding_matrix
+from jaxrec.embedding.tables import initial_rows
+from jaxrec.engine import Engine
+from jaxrec.models.graph_sage import encode, init_encoder, make_link_loss
+from jaxrec.models.link_prediction import (
+    COMPLEX,
+    DISTMULT,
+    ROTATE,
+    TRANSE,
+    Model,
+    filtered_ranks,
+    make_loss,
+    ranking_metrics,
+)
+from jaxrec.step import make_eval_step
+from jaxrec.task import Task
+from jaxrec.types import Batch, TrainState
+from main.cli import Flags, refuse, say
+
+ModelName = Literal["distmult", "complex", "transe", "rotate"]
+MODELS: dict[ModelName, Model] = {"distmult": DISTMULT, "complex": COMPLEX, "transe": TRANSE, "rotate": ROTATE}
+_ENCODED_AT_ONCE = 1 << 14
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphFlags(Flags):
+    """Flags of link prediction; unset flags follow from the preset."""
+
+    path: Path | None = None
+    """Triples: a directory of OpenKE's {train,valid,test}2id.txt, or of tables {train,valid,test}.{tsv,txt,parquet} of
+    head, relation and tail; or one such table. By default a graph is generated."""
+    model: ModelName = "complex"
+    encoder: Literal["none", "graph_sage"] = "none"
+    """What scores are made of: a row for each entity, or the vectors of a graph network over these rows."""
+    layers: int = 1
+    """Layers of the graph network."""
+    fanout: int | None = None
+    """Neighbours drawn for each node and layer of the graph network; by default all."""
+    rank: int | None = None
+    """Coordinates of an entity; a complex one (complex, rotate) takes two floats."""
+    batch_size: int | None = None
+    """Queries; each triple gives two, one for its tail and one for its head."""
+    negatives: int | None = None
+    """Entities drawn for each group of a batch."""
+    groups: int = 1
+    """Groups of a batch, which share their negatives."""
+    by_degree: float = 0.0
+    """Share of the negatives that are drawn by their degree, not uniformly."""
+    epochs: int | None = None
+    learning_rate: float = 0.1
+    """Of Adagrad, for rows and parameters."""
+    decay: bool = True
+    """Lower the learning rate linearly to 0."""
+    n3: float = 0.05
+    """Weight of the N3 penalty."""
+    initial_scale: float = 0.01
+    """Initial embeddings are uniform between minus and plus this."""
+    initial_relation: float = 0.0
+    """Added to the initial embeddings of relations."""
+    shards: int = 8
+    valid_triples: int = 2000
+    """Number of validation triples ranked after each epoch."""
+
+
+class Size(NamedTuple):
+    """Sizes that a preset sets."""
+
+    rank: int
+    batch_size: int
+    negatives: int
+    epochs: int
+    generated: dict[str, int]  # arguments of `generate_triples`, used without --path
+
+
+SIZES = {
+    "smoke": Size(32, 256, 128, 20, {"entities": 400, "relations": 8, "clusters": 40, "tails": 5}),
+    "default": Size(128, 1024, 1024, 10, {"entities": 4000, "relations": 16, "clusters": 400, "tails": 5}),
+    "paper": Size(1000, 1024, 4096, 50, {"entities": 4000, "relations": 16, "clusters": 400, "tails": 5}),
+}
+
+
+def size_of(config: GraphFlags) -> Size:
+    """Return the sizes of the preset, overridden by flags that were given."""
+    given = {name: getattr(config, name) for name in ("rank", "batch_size", "negatives", "epochs")}
+    return SIZES[config.preset]._replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def triples_of(config: GraphFlags) -> Triples:
+    """Read or generate the graph."""
+    if config.path is None:
+        return generate_triples(**size_of(config).generated, seed=config.seed)
+    return load_triples(config.path, config.seed)
+
+
+class Batches(Protocol):
+    """Batches as a function of their index."""
+
+    def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
+        """Yield batches from `start` on."""
+
+
+class LinkJob(NamedTuple):
+    """The parts of a run."""
+
+    task: Task
+    model: Model
+    batches: Batches
+    batch_size: int
+    batches_per_epoch: int
+    steps: int
+    params: dict
+    entities: Callable[[TrainState], np.ndarray]  # vectors of all entities, f32[N, D]
+    triples: Triples
+    known: KnownTails
+
+    def ranks(self, state: TrainState, triples: np.ndarray) -> dict[str, float]:
+        """Return filtered MRR and Hits@k of triples i32[n, 3], in both directions."""
+        queries, relations = both_directions(triples, self.triples.relations), state.dense.params["relation"][0]
+        entities = jnp.asarray(self.entities(state))
+        ranks = filtered_ranks(self.model, entities, relations, queries, self.known.pairs, chunk=256)
+        return ranking_metrics(ranks)
+
+
+def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
+    """Build task, batches and initial parameters from the flags."""
+    size, model = size_of(config), MODELS[config.model]
+    is_complex, networked = model in (COMPLEX, ROTATE), config.encoder == "graph_sage"
+    width = size.rank * (2 if is_complex else 1)
+    refuse(
+        {
+            f"--groups {config.groups} must divide --batch-size {size.batch_size}.": size.batch_size % config.groups
+            > 0,
+            f"--fanout {config.fanout} is for --encoder graph_sage: add that, or leave it out.": (
+                config.fanout is not None and not networked
+            ),
+        }
+    )
+    names = ("node",) if networked else ("head", "tail", "negative")
+    lookups = {name: Lookup("entity") for name in names}
+    lookups |= {"neighbour": Lookup("entity", hots=BAG)} if networked else {}
+    table = Table(triples.entities, width, config.initial_scale)
+    spec = EmbeddingSpec({"entity": table}, lookups, shards=config.shards, seed=config.seed)
+    batches = TripleBatches(
+        both_directions(triples.train, triples.relations), triples.entities, size.batch_size, size.negatives,
+        config.groups, config.seed, config.by_degree,
+    )  # fmt: skip
+    steps = size.epochs * batches.batches_per_epoch
+    rate = optax.linear_schedule(config.learning_rate, 0.0, steps) if config.decay else config.learning_rate
+    # Adagrad with an initial accumulator of 0, as for the rows; optax.adagrad's default is 0.1.
+    optimizer = optax.chain(optax.scale_by_rss(0.0, eps=1e-16), optax.scale_by_learning_rate(rate))
+    relations, seed = np.arange(2 * triples.relations), config.seed ^ 0x5EED
+    phases = model is ROTATE
+    start = initial_rows(relations, size.rank if phases else width, np.pi if phases else config.initial_scale, seed)
+    params: dict = {"relation": start + np.float32(config.initial_relation)}
+    loss, entities = make_loss(model, config.n3), lambda state: embedding_matrix(state.tables, "entity")
+    stream: Batches = batches
+    if networked:
+        params["encoder"] = init_encoder(jax.random.key(config.seed), [width] * (config.layers + 1))
+        neighbours = Neighbours.of(triples.train[:, 0], triples.train[:, 2], triples.entities)
+        fanouts = (config.fanout,) * config.layers
+        loss, stream = make_link_loss(loss), SubgraphBatches(batches, neighbours, fanouts)
+        entities = Encoded(spec, neighbours, fanouts)
+    task = Task(spec, loss, optimizer, adagrad(rate))
+    counts = batches.batch_size, batches.batches_per_epoch, steps
+    return LinkJob(task, model, stream, *counts, params, entities, triples, KnownTails.of(triples))
+
+
+class Encoded:
+    """Vectors of all entities by a graph network, each from the same sample of its neighbours."""
+
+    def __init__(self, spec: EmbeddingSpec, neighbours: Neighbours, fanouts: tuple[int | None, ...]):
+        self.neighbours, self.fanouts = neighbours, fanouts
+        self.step = make_eval_step(spec, lambda params, *given: encode(params["encoder"], *given))
+
+    def __call__(self, state: TrainState) -> np.ndarray:
+        """Return f32[N, D]."""
+        found, nodes = [], len(self.neighbours.starts) - 1
+        for first in range(0, nodes, _ENCODED_AT_ONCE):
+            targets = np.arange(first, min(first + _ENCODED_AT_ONCE, nodes), dtype=np.int32)
+            ids, layers = stacked([self.neighbours.sample(targets, self.fanouts)])
+            vectors = self.step(state, Batch(ids, {"layers": layers}, weight=np.ones(1, np.float32)))
+            found.append(np.asarray(vectors)[0, : len(targets)])
+        return np.concatenate(found)
+
+
+class LinkRecorder:
+    """Callbacks of a run: progress, and an epoch's rates and validation ranks, which are logged.
+
+    Args:
+      job: the run.
+      valid_triples: number of validation triples ranked.
+      engine: Engine, whose rows are at rest when they are ranked.
+      log: takes each epoch's row.
+      name: of the run, in the progress bar and in each row as `mode`; none if empty.
+    """
+
+    def __init__(self, job: LinkJob, valid_triples: int, engine: Engine, log: Callable[[dict], None], name: str = ""):
+        self.job, self.engine, self.log, self.name = job, engine, log, name
+        # A fixed seed: the same triples in every run.
+        self.valid = np.random.default_rng(0).permutation(job.triples.valid)[:valid_triples]
+        done = engine.step * job.batch_size
+        self.bar = tqdm(
+            total=job.steps * job.batch_size, initial=done, unit="ex", unit_scale=True, disable=None, desc=name or None
+        )
+        self.losses: list = []
+        self.seconds, self.since = 0.0, time.perf_counter()
+
+    def show(self, info: StepInfo) -> None:
+        """Advance the bar after a step; reads the loss only every 20 steps, so that the device can run ahead."""
+        self.bar.update(self.job.batch_size)
+        self.losses.append(info.metrics["loss"])
+        if info.step % 20 == 0:
+            self.bar.set_postfix(loss=f"{float(self.losses[-1]):.3f}", refresh=False)
+
+    def rank(self, info: StepInfo) -> None:
+        """Rank validation triples after an epoch; not counted as training time."""
+        jax.block_until_ready(info.metrics)
+        self.engine.exclusive(lambda tables: self._rank(info, tables))
+
+    def _rank(self, info, tables):
+        seconds = time.perf_counter() - self.since
+        self.seconds += seconds
+        epoch = info.step // self.job.batches_per_epoch
+        row: dict = {"mode": self.name} if self.name else {}
+        row |= {"epoch": epoch, "step": info.step, "train_seconds": self.seconds}
+        row |= {"examples_per_s": len(self.losses) * self.job.batch_size / seconds}
+        row |= {"train_loss": float(np.mean(jax.device_get(self.losses)))}
+        found = self.job.ranks(info.state._replace(tables=tables), self.valid)
+        row |= {f"valid_{key}": value for key, value in found.items()}
+        self.log(row)
+        say(
+            f"{self.name + ', ' if self.name else ''}epoch {epoch}: loss {row['train_loss']:.3f}, "
+            f"valid MRR {row['valid_mrr']:.4f}"
+        )
+        self.losses, self.since = [], time.perf_counter()
+        return tables
