@@ -5,6 +5,7 @@
     python experiments/link_prediction.py --path edges.tsv             a table of head, relation and tail of one's own
     python experiments/link_prediction.py --encoder graph_sage --model distmult     a graph network
     python experiments/link_prediction.py --tables host --pipeline oac              rows in host memory
+    python experiments/link_prediction.py --workers 4                               Hogwild
     python experiments/link_prediction.py --workdir DIR --resume       goes on with a run that was stopped or killed
 
 docs/graphs.md has more. After each epoch validation triples are ranked among all entities, filtered; at the end the
@@ -28,6 +29,7 @@ from jaxrec.checkpoint import Checkpointer, images, restore
 from jaxrec.engine import Engine
 from jaxrec.files import atomic_write
 from jaxrec.loop import keep_memory
+from jaxrec.shadowsync import FreeTrainers
 from jaxrec.types import TrainState
 
 
@@ -41,8 +43,10 @@ class Config(GraphFlags):
     """Over --tables host: sync, semisync, async or oac; over pinned: oac. None trains one batch after the other."""
     window: int = 2
     """Batches in flight, of async and oac."""
+    workers: int = 1
+    """Hogwild threads, over --tables host without a pipeline: each adds its changes to the rows and to one network."""
     resume: bool = False
-    """Resume the run in --workdir, bit for bit unless it is async."""
+    """Resume the run in --workdir; bit for bit, unless it is async or has several workers."""
 
 
 class Over(Exception):
@@ -51,6 +55,8 @@ class Over(Exception):
 
 def engine_of(config: Config, job: LinkJob, state: TrainState) -> Engine:
     """Return the engine that the flags choose."""
+    if config.workers > 1:
+        return FreeTrainers(job.task, state, stretch_steps=job.batches_per_epoch, workers=config.workers)
     if config.pipeline == "none":
         return InTurn().engine(job.task, state)
     if config.tables == "pinned":
@@ -67,6 +73,9 @@ def check(config: Config) -> None:
         {
             belongs("pipeline", config.pipeline, "--tables host or, with oac, pinned"): (
                 config.pipeline not in ("none", *kinds)
+            ),
+            belongs("workers", config.workers, "--tables host without --pipeline"): (
+                config.workers > 1 and (config.tables, config.pipeline) != ("host", "none")
             ),
         }
     )
@@ -86,7 +95,8 @@ def saved(run: Run, state: TrainState) -> TrainState:
 
 def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
-    state = saved(run, job.task.init(job.params, config.tables))
+    # Of its engine: free trainers save more than a task has made.
+    state = saved(run, engine_of(config, job, job.task.init(job.params, config.tables)).state)
     saves = Checkpointer(run.directory / "checkpoints", run=run.id, every_steps=job.batches_per_epoch)
 
     def stop(info: StepInfo) -> None:

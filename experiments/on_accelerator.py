@@ -1,13 +1,14 @@
 """Measure what needs an accelerator, in parts (accelerator/*.py): each in its own process, within its own limit.
 
-    python experiments/on_accelerator.py --out DIR            all parts in order: 40 minutes at most
+    python experiments/on_accelerator.py --out DIR            all parts in order: 45 minutes at most
     python experiments/on_accelerator.py step_time --out DIR  one part
     python experiments/on_accelerator.py --out DIR --smoke    tiny, on any machine; figures mean nothing
 
-On a machine lent for ten minutes a command, run these six, each within its ten minutes:
+On a machine lent for ten minutes a command, run these seven, each within its ten minutes:
 
     python experiments/on_accelerator.py pinned --out $OUT                 5 minutes
     python experiments/on_accelerator.py oac_streams --out $OUT            5 minutes
+    python experiments/on_accelerator.py graph --out $OUT                  5 minutes
     python experiments/on_accelerator.py step_time --out $OUT              8 minutes
     python experiments/on_accelerator.py oac oac_wide --out $OUT           8.5 minutes
     python experiments/on_accelerator.py shadow saves --out $OUT           5.5 minutes
@@ -44,7 +45,7 @@ from jaxrec.files import local_path, make_directory, write_json, write_text  # n
 
 
 class PartOfKit(NamedTuple):
-    """Module and function of a part, its share of the 40 minutes, and whether it needs an accelerator."""
+    """Module and function of a part, its share of the 45 minutes, and whether it needs an accelerator."""
 
     module: str
     function: str
@@ -55,6 +56,7 @@ class PartOfKit(NamedTuple):
 PARTS = {
     "pinned": PartOfKit("accelerator.pinned", "run", 5),
     "oac_streams": PartOfKit("accelerator.oac_streams", "run", 5),
+    "graph": PartOfKit("accelerator.graph", "run", 5),
     "cores": PartOfKit("accelerator.cores", "run", 5, on_device=False),
     "step_time": PartOfKit("accelerator.step_time", "run", 8),
     "oac": PartOfKit("accelerator.link", "run", 5),

@@ -358,6 +358,17 @@ def test_oac_streams(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.process
+def test_graph(tmp_path):
+    needs_compiler()
+    found, rows = smoke("graph", tmp_path)
+    assert found["left_out"] == []
+    (figures,) = rows.values()
+    assert all(figures[f"{way}_ms"]["median"] > 0 for way in ("sync", "oac_2", "oac_4", "plan", "read", "put"))
+    assert 0 < figures["oac_2_rows_of_the_ring"] < figures["oac_4_rows_of_the_ring"] < figures["unique_rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
 def test_oac(tmp_path):
     found, rows = smoke("oac", tmp_path)
     assert found["left_out"] == []  # the CPU supports pinned memory, too

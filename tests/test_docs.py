@@ -23,7 +23,15 @@ from results_page import anchor, runs
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-RUNNING = ["README.md", "docs/graphs.md", "docs/oac.md", "docs/recipes.md", "docs/serving.md", "docs/techniques.md", "docs/your_model.md"]
+RUNNING = [
+    "README.md",
+    "docs/graphs.md",
+    "docs/oac.md",
+    "docs/recipes.md",
+    "docs/serving.md",
+    "docs/techniques.md",
+    "docs/your_model.md",
+]
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*/*.json"))
 SCRIPTS = sorted((ROOT / "experiments").glob("*.py"))
 WITH_EXAMPLES = [path.stem for path in SCRIPTS if "    >>> " in path.read_text()]

@@ -16,7 +16,7 @@ from smoke import EXPERIMENTS, logged, smoke
 
 from jaxrec import Serial
 from jaxrec.data.triple_files import load_triples
-from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_triples
+from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_power_law, generate_triples
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.models.link_prediction import (
     COMPLEX,
@@ -353,6 +353,17 @@ def test_negatives_by_degree_are_drawn_as_often_as_they_are_tails():
 def test_sizes_that_make_no_batch_are_refused(changed):
     with pytest.raises(ValueError, match="groups that divide the batch"):
         TripleBatches(**({"triples": GRAPH.train, "entities": 60, "batch_size": 32, "negatives": 7} | changed))
+
+
+def test_degrees_of_a_power_law_have_its_exponent():
+    graph = generate_power_law(1000, 5, 400_000, exponent=0.7)
+    assert [len(part) for part in graph[:3]] == [398_000, 1000, 1000] and graph.relations == 5
+    degree = np.bincount(graph.train[:, [0, 2]].reshape(-1), minlength=1000)
+    rank = np.arange(1, 1001)
+    slope = np.polyfit(np.log(rank[5:]), np.log(degree[5:]), 1)[0]
+    assert abs(slope + 0.7) < 0.02 and set(graph.train[:, 1]) == set(range(5))
+    with pytest.raises(ValueError, match="exponent=1"):
+        generate_power_law(9, 9, 90, exponent=1)
 
 
 def test_a_generated_graph_is_split_distinct_and_follows_its_clusters():

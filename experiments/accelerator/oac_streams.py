@@ -10,7 +10,7 @@ over tables on the GPU, so that max(device, read + put) bounds what overlapping 
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,11 @@ def one(task: Task, point: dict, until: float) -> None:
     if not job.equal_tables:
         in_memory = dataclasses.replace(job, tables="device")
         sides["device"] = Side(functools.partial(Streams, in_memory, work, ()), start=False)
+    task.row(point, compare(task, sides, windows, until))
+
+
+def compare(task: Task, sides: dict[str, Side], windows: Sequence[int], until: float) -> dict[str, Any]:
+    """Return the figures of steps in a row, of OAC with each window, and of the rows on the device if that fits."""
     try:
         for name, side in list(sides.items()):
             try:
@@ -63,7 +68,7 @@ def one(task: Task, point: dict, until: float) -> None:
         if "device" in sides:
             ways["device"] = functools.partial(sides["device"].ask, "run_in", (0, STEPS))
         moved = functools.partial(sides["pinned"].ask, "transfers", 2 if task.smoke else 20)
-        task.row(point, _figures(task.turns(ways | {"transfers": moved}, until)))
+        return _figures(task.turns(ways | {"transfers": moved}, until))
     finally:
         for side in sides.values():
             side.close()

@@ -15,7 +15,14 @@ from tqdm import tqdm
 from jaxrec.callbacks import StepInfo
 from jaxrec.data.neighbours import BAG, Neighbours, SubgraphBatches, stacked
 from jaxrec.data.triple_files import load_triples
-from jaxrec.data.triples import KnownTails, TripleBatches, Triples, both_directions, generate_triples
+from jaxrec.data.triples import (
+    KnownTails,
+    TripleBatches,
+    Triples,
+    both_directions,
+    generate_power_law,
+    generate_triples,
+)
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, adagrad, embedding_matrix
 from jaxrec.embedding.tables import initial_rows
 from jaxrec.engine import Engine
@@ -46,7 +53,10 @@ class GraphFlags(Flags):
 
     path: Path | None = None
     """Triples: a directory of OpenKE's {train,valid,test}2id.txt, or of tables {train,valid,test}.{tsv,txt,parquet} of
-    head, relation and tail; or one such table. By default a graph is generated."""
+    head, relation and tail; or one such table. By default a small graph of clusters is generated."""
+    entities: int | None = None
+    """Generate a graph of this many entities whose degrees follow a power law, and which teach nothing: to
+    measure speeds."""
     model: ModelName = "complex"
     encoder: Literal["none", "graph_sage"] = "none"
     """What scores are made of: a row for each entity, or the vectors of a graph network over these rows."""
@@ -105,6 +115,9 @@ def size_of(config: GraphFlags) -> Size:
 
 def triples_of(config: GraphFlags) -> Triples:
     """Read or generate the graph."""
+    refuse({"--path and --entities name two graphs: give one of them.": None not in (config.path, config.entities)})
+    if config.entities is not None:
+        return generate_power_law(config.entities, 16, 10 * config.entities, seed=config.seed)
     if config.path is None:
         return generate_triples(**size_of(config).generated, seed=config.seed)
     return load_triples(config.path, config.seed)
@@ -221,11 +234,13 @@ class LinkRecorder:
             total=job.steps * job.batch_size, initial=done, unit="ex", unit_scale=True, disable=None, desc=name or None
         )
         self.losses: list = []
+        self.seen_step = self.ranked_step = engine.step
         self.seconds, self.since = 0.0, time.perf_counter()
 
     def show(self, info: StepInfo) -> None:
         """Advance the bar after a step; reads the loss only every 20 steps, so that the device can run ahead."""
-        self.bar.update(self.job.batch_size)
+        self.bar.update((info.step - self.seen_step) * self.job.batch_size)
+        self.seen_step = info.step
         self.losses.append(info.metrics["loss"])
         if info.step % 20 == 0:
             self.bar.set_postfix(loss=f"{float(self.losses[-1]):.3f}", refresh=False)
@@ -241,7 +256,7 @@ class LinkRecorder:
         epoch = info.step // self.job.batches_per_epoch
         row: dict = {"mode": self.name} if self.name else {}
         row |= {"epoch": epoch, "step": info.step, "train_seconds": self.seconds}
-        row |= {"examples_per_s": len(self.losses) * self.job.batch_size / seconds}
+        row |= {"examples_per_s": (info.step - self.ranked_step) * self.job.batch_size / seconds}
         row |= {"train_loss": float(np.mean(jax.device_get(self.losses)))}
         found = self.job.ranks(info.state._replace(tables=tables), self.valid)
         row |= {f"valid_{key}": value for key, value in found.items()}
@@ -250,5 +265,5 @@ class LinkRecorder:
             f"{self.name + ', ' if self.name else ''}epoch {epoch}: loss {row['train_loss']:.3f}, "
             f"valid MRR {row['valid_mrr']:.4f}"
         )
-        self.losses, self.since = [], time.perf_counter()
+        self.losses, self.ranked_step, self.since = [], info.step, time.perf_counter()
         return tables

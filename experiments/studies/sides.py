@@ -35,13 +35,17 @@ class JaxSide:
         self.job = job
         self.task, self.params = work(job)
         self.spec = self.task.spec
-        self.batches = [in_bags(job, self.spec, batch) for batch in synthetic(job)[1]]
+        self.batches = self.make_batches()
         self.state, self.update = self.task.init(self.params, job.tables), jax.jit(self.task.checked_update)
         self.capacity: dict[str, int] | None = None
         self.table_bytes = sum(
             4 * s.rows * (s.width + sum(slot.width for slot in self.task.row_optimizer.init(s.width).values()))
             for s in self.spec.stacks.values()
         )
+
+    def make_batches(self) -> list:
+        """Make the batches that all ways train."""
+        return [in_bags(self.job, self.spec, batch) for batch in synthetic(self.job)[1]]
 
     def run(self, steps: int) -> float:
         """Seconds per step of the loop: its thread plans on the host, or sends batches to a GPU, which plans them."""

@@ -65,6 +65,34 @@ def generate_triples(
     return Triples(train, valid, test, entities, relations)
 
 
+def generate_power_law(entities: int, relations: int, triples: int, exponent: float = 0.8, seed: int = 0) -> Triples:
+    """Generate a graph to measure speeds with: degrees follow a power law, and there is nothing to learn.
+
+    Args:
+      entities: N, of which the n-th most popular has a share proportional to n^-exponent of all ends of triples.
+      relations: R, uniform.
+      triples: number of triples, of which up to 1,000 each are for validation and test; repeats are left in.
+      exponent: above 0, not 1.
+      seed: seed of all draws.
+
+    Returns:
+      Triples; the numbers of entities are by popularity.
+    """
+    if not (entities > 0 and relations > 0 and triples >= 10) or exponent <= 0 or exponent == 1:
+        raise ValueError(
+            f"entities={entities}, relations={relations}, triples={triples}, exponent={exponent}: need at least one, "
+            "one and ten, and an exponent above 0 that is not 1."
+        )
+    rng, rest = np.random.default_rng([seed, _GRAPH]), 1 - exponent
+    # The inverse of the distribution of a density x^-exponent from 1 to N + 1.
+    x = (1 + rng.random((2, triples)) * ((entities + 1.0) ** rest - 1)) ** (1 / rest)
+    head, tail = np.minimum(x.astype(np.int64) - 1, entities - 1).astype(np.int32)
+    whole = np.stack([head, rng.integers(relations, size=triples, dtype=np.int32), tail], axis=1)
+    held_out = min(1000, triples // 10)
+    train, valid, test = np.split(whole, [triples - 2 * held_out, triples - held_out])
+    return Triples(train, valid, test, entities, relations)
+
+
 def both_directions(triples: np.ndarray, relations: int) -> np.ndarray:
     """Append the reciprocals (t, r + R, h) to the triples (h, r, t): i32[n, 3] -> i32[2 n, 3].
 
