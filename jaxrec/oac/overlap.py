@@ -26,7 +26,7 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import PinnedTables
 from jaxrec.embedding.pinned import PinnedRows, places
-from jaxrec.sharding import AXES, EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
+from jaxrec.sharding import EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
 from jaxrec.step import checked_plans
 from jaxrec.task import Metrics, Task
 from jaxrec.types import Array, Batch, Plan, Rows, TrainState
@@ -167,18 +167,24 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     plans, numbers = plan_specs(stacks), (EVERYWHERE, EVERYWHERE)
     placed = shardings(plans, mesh)
 
-    def over(function, *inputs, results=SPLIT, **options):
+    def mapped(function, *inputs):
         # Not checked: a call of `PinnedRows` does not say over which axes its results vary.
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=results, check_vma=False)
-        return jax.jit(mapped, **options)
+        return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT, check_vma=False)
+
+    def over(function, *inputs, **options):
+        return jax.jit(mapped(function, *inputs), **options)
+
+    replay_mapped = mapped(functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, *numbers)
+
+    def replay_all(*given):
+        rows, patched, traced = replay_mapped(*given)
+        return rows, jnp.sum(patched), traced
 
     return {
         # One GPU has planned them itself; to several devices each program would send them anew.
         "send": (lambda given: given) if mesh.size == 1 else functools.partial(jax.device_put, device=placed),
         "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, *numbers),
-        "replay": over(
-            functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, *numbers, results=(SPLIT, EVERYWHERE, SPLIT)
-        ),
+        "replay": jax.jit(replay_all),
         "append": over(functools.partial(append, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),
         "init": jax.jit(functools.partial(_init, window), static_argnums=1, out_shardings=split),
@@ -201,7 +207,7 @@ def replay(
     window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array,
     floor: Array,
 ) -> tuple[dict[str, Rows], Array, PinnedRows]:  # fmt: skip
-    """Return the rows of batch `number` as of serial execution, i32[] how many of the ring, and the tables."""
+    """Return the rows of batch `number` as of serial execution, how many of each stack are of the ring, the tables."""
     nothing, traced = traced.end_read()
     found = {name: one + nothing for name, one in sources(window, ring, traced, plans, number, floor).items()}
 
@@ -210,8 +216,8 @@ def replay(
         mine = jax.vmap(lambda of, place: of.at[place].get(mode="promise_in_bounds"))(held, jnp.maximum(found[name], 0))
         return jnp.where(found[name][..., None] >= 0, mine, records[name])
 
-    patched = sum(jnp.sum(one >= 0, dtype=jnp.int32) for one in found.values())
-    return traced.rows_of({name: one(name) for name in records}), jax.lax.psum(patched, AXES), traced
+    patched = jnp.stack([jnp.sum(one >= 0, dtype=jnp.int32) for one in found.values()])
+    return traced.rows_of({name: one(name) for name in records}), patched, traced
 
 
 def append(
