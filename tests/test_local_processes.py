@@ -152,13 +152,15 @@ def rows(tables):
     return np.stack(tables.parts("width_2")["value"], axis=1).reshape(ROWS, 2)
 
 
-def test_tables_without_files_and_machines_that_are_not_entered_are_refused(tmp_path):
+def test_what_a_machine_cannot_share_and_does_not_have_is_refused():
     tables = HostTables.create(SPEC, sgd(1.0))
-    with Machine(tmp_path) as machine, pytest.raises(ValueError, match="create them in a directory"):
-        TrainerPool(machine, tables, functools.partial(work_of, "none"))
+    with Machine() as machine:
+        with pytest.raises(ValueError, match="create them in a directory"):
+            TrainerPool(machine, tables, functools.partial(work_of, "none"))
+        with pytest.raises(TypeError, match="resources"), pool_of(machine, "none", resources={"trainer": 1})[1]:
+            pass
     with pytest.raises(ValueError, match="the machine is not entered"):
         TrainerPool(Machine(), tables, functools.partial(work_of, "none"))
-    assert tmp_path.exists()
 
 
 @pytest.mark.process

@@ -116,7 +116,7 @@ class TrainerPool:
         servers have; None for 0.
       timeout_s: seconds after which a process that does not answer counts as dead.
       most_deaths: tolerated deaths of each trainer; one more, and it is given up.
-      resources: Ray resources that select each trainer's machine, such as {'trainer': 1}; None for any machine.
+      resources: of a cluster: those that select each trainer's machine, such as {'trainer': 1}; None for any machine.
 
     Attributes:
       failures: all deaths so far, as `Failure`.
@@ -134,7 +134,8 @@ class TrainerPool:
         _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
-        self._work, self._cores, self._resources = work, cores, resources
+        self._work, self._cores = work, cores
+        self._resources = {"resources": resources} if resources else {}  # which a machine does not have
         self._process: Callable[..., Process] = RayProcess
         self._packed: tuple[list[str], bytes | str] = packed(given)
         if isinstance(cluster, Machine):
@@ -261,7 +262,7 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = self._process(TrainerProcess, name, resources=self._resources)
+        one = self._process(TrainerProcess, name, **self._resources)
         cores = None if self._cores is None else list(self._cores[number])
         one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
