@@ -22,6 +22,7 @@ from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
 from jaxrec.cluster.pool import PoolSyncServer, TrainerPool, image_of
+from jaxrec.cluster.processes import Process
 from jaxrec.cluster.trainers import Progress, at_step
 from jaxrec.embedding.servers import ServerGone, ShardServer
 from jaxrec.shadowsync import model_averaging
@@ -81,6 +82,8 @@ class InThisProcess:
     def poll(self, method):
         with contextlib.suppress(ServerGone, AttributeError):  # a sync server has no `process_info` without Ray
             return self.handle.call(method).result(60)
+
+    look = Process.look
 
     def death_reason(self, timeout_s):
         return f"{self.name} has ended" if self.handle.dead.is_set() else ""
