@@ -222,6 +222,10 @@ def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_o
     with pool:
         pool.run(save_meanwhile)
     assert read_manifest(newest(tmp_path)).extra == {"positions": [3], "examples": 3 * 16}
+    with Fleet(SPEC, OWN[1]) as fleet:
+        params, _ = restored(tmp_path, work().params, fleet.tables)
+    assert {name: leaf.shape for name, leaf in params.items()} == {"dense": (3,), "bias": ()}
+    assert all(np.any(leaf) for leaf in params.values())
 
 
 def test_a_stop_saves_and_each_death_is_logged_once():
