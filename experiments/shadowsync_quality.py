@@ -203,11 +203,11 @@ class QualityJob:
         script = script_of(arm, self.config)
         script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
         in_background = script is not None and script.latency_ticks > 0
-        job, own = self.job_at_servers, self.config.seed + seed
+        job, own, data = self.job_at_servers, self.config.seed + seed, self.data(seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
             dataclasses.replace(job.task, spec=dataclasses.replace(job.spec, seed=own)), job.init(own),
-            SharedStream(stream, self.data(seed).steps),
+            SharedStream(stream, data.steps, data.batches_in_a_row),
             script.rule if script else None, None if in_background or not script else script.every_ticks,
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip

@@ -1,20 +1,23 @@
 """Streams of clicks and of a prepared table: parts without a common row, runs that go on at any step, and flags."""
 
 import inspect
+import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from main import click_data, table_data
 from main.cli import Run
-from main.click_data import criteo_clicks, criteo_of_seeds, set_apart, synthetic_clicks
+from main.click_data import criteo_clicks, criteo_of_seeds, data_of_blocks, set_apart, synthetic_clicks
 from main.config import Config, config_of, parse
 from main.model import make_model
+from main.pools import SharedStream
 from main.sources import PREPARATION, Criteo, Tabular, prepared_directory
 from main.table_summary import open_schema, words
 from studies.reference import MLPERF_HOTS, Job, in_bags, reference_work, synthetic
@@ -320,16 +323,50 @@ def test_criteo_gives_the_batches_that_were_asked_for(directory, flags, steps, e
     assert {len(batch.label) for batch in batches} == {data.batch_size}
 
 
-@pytest.mark.parametrize("every", [1, 3, 4])
-@pytest.mark.parametrize("first", [0, 2, 7])
-def test_every_third_batch_is_that_of_the_whole_stream_over_all_epochs(directory, first, every):
-    for data in (
-        click_data.criteo_clicks(directory, batch_size=24, epochs=3, shuffle_seed=1),
-        click_data.synthetic_clicks(CARDINALITIES, 16, 5, seed=3, test_batches=1, epochs=2, shuffle=True),
-    ):
-        whole = list(data.train(0))
-        for batch, other in zip(data.train(first, every), whole[first::every], strict=True):
-            np.testing.assert_equal(batch._asdict(), other._asdict())
+class Numbered:
+    """Blocks of numbered rows, which note which of them were read."""
+
+    def __init__(self, sizes):
+        self.rows, self.starts, self.read = list(sizes), np.cumsum([0, *sizes]), []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        row = np.arange(self.starts[index], self.starts[index + 1])
+        return {"label": row % 2, "dense": row[:, None].astype(np.float32), "ids": row[:, None]}
+
+
+def reads_of(source, data, trainers, in_a_row):
+    """The batches of each trainer, and how many blocks all have read together."""
+    source.read.clear()
+    shared = SharedStream(lambda: data.train, data.steps, in_a_row)
+    return [list(shared(trainer, trainers)(0)) for trainer in range(trainers)], len(source.read)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=60), batch_size=st.integers(1, 60),
+    trainers=st.integers(1, 8), seed=st.none() | st.integers(0, 3), epochs=st.integers(1, 3), padded=st.booleans(),
+)  # fmt: skip
+def test_trainers_share_the_very_batches_of_the_stream_and_read_little_twice(
+    sizes, batch_size, trainers, seed, epochs, padded
+):
+    assume(padded or sum(sizes) >= batch_size)
+    source = Numbered(sizes)
+    data = data_of_blocks(source, source, None, batch_size, padded=padded, epochs=epochs, shuffle_seed=seed)
+    bits = lambda batches: [(batch.dense.tobytes(), batch.weight.tobytes()) for batch in batches]
+    whole, (shares, reads) = bits(data.train(0)), reads_of(source, data, trainers, data.batches_in_a_row)
+    found = [bits(share) for share in shares]
+    assert Counter(itertools.chain(*found)) == Counter(whole[: data.steps // trainers * trainers])
+    assert trainers > 1 or found == [whole]
+    turns = trainers * -(-(data.steps // trainers) // data.batches_in_a_row)
+    # A turn reads at most one window that the turn before has read.
+    assert reads <= epochs * len(sizes) + turns * (1 if seed is None else 16)
+
+
+def test_trainers_that_take_batches_one_by_one_read_everything_each():
+    source = Numbered([32] * 64)
+    data = data_of_blocks(source, source, None, 4)
+    assert reads_of(source, data, 8, data.batches_in_a_row)[1] == 64
+    assert reads_of(source, data, 8, 1)[1] == 8 * 64
 
 
 @pytest.mark.parametrize(

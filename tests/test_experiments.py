@@ -390,13 +390,16 @@ def test_shadowsync_quality_in_processes_is_compared_with_the_emulation_of_its_g
     assert found["spread_none_trainers_2"] > 0 and found["test_auc_s_easgd_trainers_2"] > 0.6
 
 
-@given(n=st.integers(1, 5), batches=st.integers(5, 40), start=st.integers(0, 9))
-def test_trainers_in_processes_have_equal_shares_of_the_stream_from_any_position(n, batches, start):
-    shared = SharedStream(lambda: lambda first, every: range(first, batches, every), batches)
+@given(n=st.integers(1, 5), batches=st.integers(5, 40), in_a_row=st.integers(1, 9), start=st.integers(0, 9))
+def test_trainers_in_processes_have_equal_shares_of_the_stream_from_any_position(n, batches, in_a_row, start):
+    shared = SharedStream(lambda: lambda first: range(first, batches), batches, in_a_row)
     shares = [list(shared(trainer, n)(0)) for trainer in range(n)]
     assert {len(share) for share in shares} == {batches // n}
     assert sorted(itertools.chain(*shares)) == list(range(batches // n * n))
     assert [list(shared(trainer, n)(start)) for trainer in range(n)] == [share[start:] for share in shares]
+    for share in shares:
+        jumps = {number for number, (a, b) in enumerate(itertools.pairwise(share), 1) if b != a + 1}
+        assert jumps == {number for number in range(in_a_row, batches // n, in_a_row) if n > 1}
 
 
 def test_the_emulated_twin_of_an_arm_takes_its_measured_gap():

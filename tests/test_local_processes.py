@@ -18,11 +18,12 @@ from jaxrec.cluster.pool import TrainerPool
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.embedding.servers import ServerGone
-from jaxrec.shadowsync import easgd, model_averaging
+from jaxrec.shadowsync import SyncGroup, bmuf, easgd, model_averaging, train_freely
 from jaxrec.task import Task
 from jaxrec.types import Batch
 
 ROWS, STEPS, BATCH = 40, 30, 8
+TURN_TIMEOUT_S = 120.0
 SPEC = EmbeddingSpec({"item": Table(ROWS, 2)}, {"item": Lookup("item")}, shards=2)
 RULES = {"none": None, "easgd": easgd(), "ma": model_averaging()}
 
@@ -152,13 +153,15 @@ def rows(tables):
     return np.stack(tables.parts("width_2")["value"], axis=1).reshape(ROWS, 2)
 
 
-def test_tables_without_files_and_machines_that_are_not_entered_are_refused(tmp_path):
+def test_what_a_machine_cannot_share_and_does_not_have_is_refused():
     tables = HostTables.create(SPEC, sgd(1.0))
-    with Machine(tmp_path) as machine, pytest.raises(ValueError, match="create them in a directory"):
-        TrainerPool(machine, tables, functools.partial(work_of, "none"))
+    with Machine() as machine:
+        with pytest.raises(ValueError, match="create them in a directory"):
+            TrainerPool(machine, tables, functools.partial(work_of, "none"))
+        with pytest.raises(TypeError, match="resources"), pool_of(machine, "none", resources={"trainer": 1})[1]:
+            pass
     with pytest.raises(ValueError, match="the machine is not entered"):
         TrainerPool(Machine(), tables, functools.partial(work_of, "none"))
-    assert tmp_path.exists()
 
 
 @pytest.mark.process
@@ -215,3 +218,81 @@ def test_an_error_of_a_trainer_names_it():
 
 def wrong_work():
     return work_of("none")._replace(batches=lambda trainer, trainers: lambda start: iter([1 / trainer]))
+
+
+# A run whose order is scripted, in threads and in processes
+
+SCRIPTED = {
+    "easgd": easgd(0.3), "sequential": easgd(0.3, form="sequential"), "ma": model_averaging(0.7),
+    "bmuf": bmuf(momentum=0.5),
+}  # fmt: skip
+
+
+def curved_loss(params, activations, batch):
+    """Its gradients depend on all rows and parameters, so that another order gives other bits."""
+    return (activations["item"].sum((1, 2)) * params + params - batch.label) ** 2
+
+
+def in_turns(directory, script, trainer, trainers):
+    """Batches that wait for their turns in a script, the trainers in the order of their steps and exchanges.
+
+    A turn ends when its trainer asks for the next batch. Without a script, trainers meet in every round, and none uses
+    a row of another.
+    """
+
+    def stream(start):
+        turns = range(5) if script is None else [turn for turn, whose in enumerate(script) if whose == trainer]
+        for number, turn in enumerate(turns):
+            end = time.monotonic() + TURN_TIMEOUT_S
+            while script is not None and turn and not (directory / str(turn - 1)).exists():
+                assert time.monotonic() < end
+                threading.Event().wait(0.002)
+            ids = np.random.default_rng([trainer, number]).integers(0, ROWS, (BATCH, 1)).astype(np.int32)
+            if script is None:
+                ids = ids // trainers * trainers + trainer
+            yield Batch({"item": ids % ROWS}, np.linspace(0, 1, BATCH, dtype=np.float32))
+            (directory / str(turn)).touch()
+
+    return stream
+
+
+def scripted_work(rule, directory, script):
+    task = Task(SPEC, curved_loss, optax.adam(0.05), sgd(0.1))
+    batches = functools.partial(in_turns, directory, script)
+    return TrainerWork(task, np.ones((), np.float32), batches, SCRIPTED[rule], every_steps=1)
+
+
+def by_threads(rule, directory, script):
+    directory.mkdir()
+    work, tables = scripted_work(rule, directory, script), HostTables.create(SPEC, sgd(0.1))
+    group = SyncGroup(work.rule, work.params, 2, every_steps=1, timeout_s=TURN_TIMEOUT_S)
+    states, _ = train_freely(work.task, work.params, tables, [work.batches(n, 2)(0) for n in range(2)], group.trainer)
+    return [*(np.array(state.params) for state in states), rows(tables)]
+
+
+def by_processes(rule, directory, script):
+    directory.mkdir()
+    with Machine() as machine:
+        tables = HostTables.create(SPEC, sgd(0.1), machine.directory / "tables")
+        work = functools.partial(scripted_work, rule, directory, script)
+        with TrainerPool(machine, tables, work, 2, timeout_s=TURN_TIMEOUT_S) as pool:
+            params, stats = pool.run()
+        assert stats.failures == []
+        return [*params, rows(tables).copy()]
+
+
+def same(a, b):
+    return all(np.array_equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("rule", SCRIPTED)
+def test_a_scripted_run_of_processes_has_the_bits_of_threads(rule, tmp_path):
+    drawn = np.random.default_rng(0).permutation([0, 1] * 5)
+    if SCRIPTED[rule].has_centre:
+        script, *control = drawn, rule, 1 - drawn
+    else:
+        script, *control = None, "ma" if rule == "bmuf" else "bmuf", None
+    found = by_processes(rule, tmp_path / "processes", script)
+    assert same(found, by_threads(rule, tmp_path / "threads", script))
+    assert not same(found, by_threads(control[0], tmp_path / "control", control[1]))

@@ -22,6 +22,7 @@ from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
 from jaxrec.cluster.pool import PoolSyncServer, TrainerPool, image_of
+from jaxrec.cluster.processes import Process
 from jaxrec.cluster.trainers import Progress, at_step
 from jaxrec.embedding.servers import ServerGone, ShardServer
 from jaxrec.shadowsync import model_averaging
@@ -82,6 +83,8 @@ class InThisProcess:
         with contextlib.suppress(ServerGone, AttributeError):  # a sync server has no `process_info` without Ray
             return self.handle.call(method).result(60)
 
+    look = Process.look
+
     def death_reason(self, timeout_s):
         return f"{self.name} has ended" if self.handle.dead.is_set() else ""
 
@@ -100,7 +103,7 @@ class Handled(InProcess):
 
 @pytest.fixture
 def pool_of(monkeypatch):
-    """Makes pools of one trainer whose processes are threads; returns a pool and the list of these processes."""
+    """Makes pools, of one trainer by default, whose processes are threads; returns a pool and the list of these."""
     processes = []
 
     def process(*given, **more):
@@ -111,7 +114,7 @@ def pool_of(monkeypatch):
     monkeypatch.setattr("jaxrec.cluster.pool.packed", lambda work: work)
     cluster = types.SimpleNamespace(check_entered=lambda: None)
     with Supervised(SPEC, OWN[1], way=lambda *about: Handled(ShardServer(*about))) as servers:
-        yield lambda work, **options: (TrainerPool(cluster, servers, work, 1, **options), processes)
+        yield lambda work, trainers=1, **more: (TrainerPool(cluster, servers, work, trainers, **more), processes)
 
 
 def test_a_successor_of_a_trainer_begins_where_that_was_and_every_example_counts_once(pool_of):
@@ -137,6 +140,51 @@ def test_a_successor_of_a_trainer_begins_where_that_was_and_every_example_counts
         _, stats = pool.run(kill)
     ended.set()
     assert begun == [0, 4] and (stats.examples, stats.examples_lost) == (6 * 16, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*(its successor has|is given up):UserWarning")
+def test_the_successor_of_a_sync_server_has_the_parameters_of_a_trainer_and_waits_for_none_given_up(
+    pool_of, monkeypatch
+):
+    begun_with, allowed, ended, here = [], threading.Semaphore(3), threading.Event(), threading.current_thread()
+
+    class Noted(PoolSyncServer):
+        def __init__(self, packed, leaves, *more):
+            begun_with.append(leaves)
+            super().__init__(packed, leaves, *more)
+
+    def batches(trainer, trainers):
+        def stream(start):
+            if trainer == 1:  # it is given up, and what it lacks is counted here
+                if threading.current_thread() is not here:
+                    ended.wait(60)
+                    raise EOFError
+                return
+            for number in range(start, 6):
+                assert allowed.acquire(timeout=60)
+                yield CLICKS.batch(number, 16)
+
+        return stream
+
+    def kill(pool):
+        if not pool.failures:
+            processes[2].kill()
+        elif pool.progress[0].position == 3 and len(processes) == 3:
+            newest.extend(processes[1].handle.server.newest())
+            processes[0].kill()
+        elif len(processes) == 4 and not ended.is_set():
+            ended.set()
+            allowed.release(3)
+
+    monkeypatch.setattr("jaxrec.cluster.pool.PoolSyncServer", Noted)
+    newest = []
+    pool, processes = pool_of(work(batches=batches, rule=model_averaging(), every_steps=1), 2, most_deaths=0)
+    with pool:
+        _, stats = pool.run(kill)
+    assert [one.kind for one in stats.failures] == ["trainer", "sync server"]
+    assert (stats.examples, stats.examples_lost) == (6 * 16, 0)
+    initial, successors = begun_with
+    assert all(map(np.array_equal, successors, newest)) and not any(map(np.array_equal, successors, initial))
 
 
 def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_of, monkeypatch, tmp_path):
@@ -174,6 +222,10 @@ def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_o
     with pool:
         pool.run(save_meanwhile)
     assert read_manifest(newest(tmp_path)).extra == {"positions": [3], "examples": 3 * 16}
+    with Fleet(SPEC, OWN[1]) as fleet:
+        params, _ = restored(tmp_path, work().params, fleet.tables)
+    assert {name: leaf.shape for name, leaf in params.items()} == {"dense": (3,), "bias": ()}
+    assert all(np.any(leaf) for leaf in params.values())
 
 
 def test_a_stop_saves_and_each_death_is_logged_once():

@@ -20,7 +20,6 @@ class InProcessServer(InProcess):
     def __init__(self, config, index, shards, incarnation, process):
         super().__init__(ShardServer(config.spec, config.layout, shards, incarnation))
         self.index, self.shards, self.incarnation, self.killed = index, tuple(shards), incarnation, 0
-        self.lifetime = self
 
     def __str__(self):
         return f"server {self.index} (incarnation {self.incarnation})"
@@ -39,12 +38,6 @@ class InProcessServer(InProcess):
 @pytest.fixture
 def start(monkeypatch):
     """Starts supervisors that learn of deaths by their calls alone."""
-
-    def without_thread(living, timeout):
-        raise ConnectionError
-
-    ray = types.SimpleNamespace(wait=without_thread, exceptions=types.SimpleNamespace(RayError=ConnectionError))
-    monkeypatch.setattr("jaxrec.cluster.supervisor.import_ray", lambda: ray)
     monkeypatch.setattr("jaxrec.cluster.supervisor.RayServer", InProcessServer)
     monkeypatch.setattr("jaxrec.cluster.supervisor.server_process", lambda resources: None)
     opened = []

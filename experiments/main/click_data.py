@@ -37,6 +37,7 @@ from main.widths import initial_projections, projected
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
 TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
 _ORDER = 4  # random stream, distinct from those of the synthetic log
+_WINDOWS_IN_A_ROW = 4  # of a loader, for one of which another trainer may read some rows too
 
 
 def fields_of(number: int = 26) -> tuple[str, ...]:
@@ -155,7 +156,7 @@ class Data(NamedTuple):
     steps: int  # over all epochs
     epoch_steps: int
     epoch_examples: int
-    train: Callable[..., Iterator[Batch]]  # (first step, every=1) -> every so many batches from there on
+    train: Callable[[int], Iterator[Batch]]  # first step -> the batches from there on
     test: Callable[[], Iterator[Batch]]
     validation: Callable[[], Iterator[Batch]] | None = None  # if any rows are held out
     vocabulary_digest: str | None = None  # of the mapping from categories to rows
@@ -165,6 +166,7 @@ class Data(NamedTuple):
     targets: Targets = CLICK
     # (column that the schema calls a key, 'test' or 'validation') -> its value in each row, S[n]
     keys: Callable[[str, str], np.ndarray] | None = None
+    batches_in_a_row: int = 1  # that one of several trainers takes: enough that it seldom reads rows of another
 
     def examples_after(self, step: int) -> int:
         """Return the number of examples trained after `step` steps; the last batch of an epoch may be padded."""
@@ -198,9 +200,9 @@ def synthetic_clicks(
     _check_steps(steps, batch_size)
     clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
 
-    def batches(epoch, first, every):
+    def batches(epoch, first):
         order = np.random.default_rng([seed, _ORDER, epoch]).permutation(steps) if shuffle else range(steps)
-        return (clicks.batch(int(index), batch_size) for index in order[first::every])
+        return (clicks.batch(int(index), batch_size) for index in order[first:])
 
     return Data(
         clicks.cardinalities,
@@ -278,10 +280,12 @@ def data_of_blocks(
     total = min(epoch_steps * whole_number("epochs", epochs), steps or math.inf)
     _check_steps(total, batch_size)
 
-    def batches(epoch, first, every):
-        loader = Loader(source, batch_size, shuffle_seed=shuffle_seed, epochs=None)
-        loader.seek(epoch * loader.batches_per_epoch + first)
-        return itertools.islice(loader, 0, None, every)
+    def loader():
+        return Loader(source, batch_size, shuffle_seed=shuffle_seed, epochs=None)
+
+    def batches(epoch, first):
+        (opened := loader()).seek(epoch * opened.batches_per_epoch + first)
+        return iter(opened)
 
     return Data(
         (),
@@ -293,6 +297,7 @@ def data_of_blocks(
         lambda: iter(Loader(test, TEST_BATCH)),
         None if validation is None else lambda: iter(Loader(validation, TEST_BATCH)),
         keys=lambda name, which: keys_of(validation if which == "validation" else test, name),
+        batches_in_a_row=max(1, _WINDOWS_IN_A_ROW * loader().window_rows // batch_size),
     )
 
 
@@ -383,19 +388,19 @@ def _validated(split: BlockSource, fraction: float, at_random: bool) -> tuple[Bl
     return set_apart(split, apart, seed=0 if at_random else None)
 
 
-def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int, int], Iterator[Batch]]):
-    """Build `Data.train` from `batches`: (epoch, its first step, every) -> every so many batches from there on."""
+def _over_epochs(epoch_steps: int, steps: int, batches: Callable[[int, int], Iterator[Batch]]):
+    """Build `Data.train` from `batches`: (epoch, its first step) -> the batches from there on."""
 
-    def train(first: int, every: int = 1) -> Iterator[Batch]:
+    def train(first: int) -> Iterator[Batch]:
         whole_number("first", first, 0, steps, ", the steps of the run")
-        return generate(first, every)
+        return generate(first)
 
-    def generate(step, every):
+    def generate(step):
         while step < steps:
             epoch, first = divmod(step, epoch_steps)
-            count = -(-min(epoch_steps - first, steps - step) // every)
-            yield from itertools.islice(batches(epoch, first, every), count)
-            step += count * every
+            count = min(epoch_steps - first, steps - step)
+            yield from itertools.islice(batches(epoch, first), count)
+            step += count
 
     return train
 

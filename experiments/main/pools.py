@@ -40,23 +40,30 @@ SAVE_EVERY_S, TIMEOUT_S = 60.0, 120.0
 
 @dataclasses.dataclass(frozen=True)
 class SharedStream:
-    """Batch factory of a pool whose n trainers share a stream: trainer i has its batches i, i + n, i + 2 n, ...
+    """Batch factory of a pool whose n trainers share a stream: they take k batches in a row, in turns.
 
     Attributes:
-      make: opens the stream in a trainer's process; (first, every) -> batches first, first + every, ... of it.
+      make: opens the stream in a trainer's process; first -> its batches from that one on.
       batches: length of the stream; those that are left over after equal shares are dropped.
+      in_a_row: k; fewer in the last turn, in which all have as many. Where rows are read in windows, every trainer
+        reads all of them if k is 1.
     """
 
-    make: Callable[[], Callable[[int, int], Iterable[Batch]]]
+    make: Callable[[], Callable[[int], Iterable[Batch]]]
     batches: int
+    in_a_row: int = 1
 
     def __call__(self, trainer: int, trainers: int) -> Callable[[int], Iterator[Batch]]:
         stream, steps = self.make(), self.batches // trainers
 
         def of(start):
-            if start >= steps:
-                return iter(())
-            return itertools.islice(stream(trainer + start * trainers, trainers), steps - start)
+            while start < steps:
+                done = start // self.in_a_row * self.in_a_row  # batches of each trainer before this turn
+                size = min(self.in_a_row, steps - done)
+                first = done * trainers + trainer * size + start - done
+                end = done + size
+                yield from itertools.islice(stream(first), end - start)
+                start = end
 
         return of
 
@@ -65,7 +72,7 @@ def work_of(config: Config, params: Any) -> TrainerWork:
     """Build the work of the trainers, in this process and in theirs."""
     how, data = config.trainers, config.source.for_training(config.seed)
     assert isinstance(how, Processes)
-    stream = SharedStream(lambda: data.train, data.steps)
+    stream = SharedStream(lambda: data.train, data.steps, data.batches_in_a_row)
     return TrainerWork(config.job(data).task, params, stream, how.rule, workers=how.workers, **how.pace(how.trainers))
 
 

@@ -26,9 +26,9 @@ KINDS = {"trainers": "trainer", "servers": "server", "sync": "sync server"}  # {
 SAVE_EVERY_S, TIMEOUT_S = 10.0, 120.0
 
 
-def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int, int], Iterable[Batch]]:
-    """Return (first, every) -> batches first, first + every, ..., drawn where it is called."""
-    return lambda first, every: (clicks.batch(number, batch_size) for number in range(first, batches, every))
+def click_stream(clicks: SyntheticClicks, batch_size: int, batches: int) -> Callable[[int], Iterable[Batch]]:
+    """Return first -> the batches from that one on, drawn where it is called."""
+    return lambda first: (clicks.batch(number, batch_size) for number in range(first, batches))
 
 
 def processes_of(pool: Any, servers: Supervisor) -> dict[str, list[int]]:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Self
 from jaxrec.cluster.processes import VARIABLES, Process, ProcessInfo
 from jaxrec.cluster.runtime import environment
 from jaxrec.embedding.servers import ServerGone
-from jaxrec.files import local_path
 from jaxrec.loop import keep_memory
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -39,36 +38,31 @@ _KILL_S = 10.0  # for the kernel to end a killed process
 class Machine:
     """Processes on this machine, for a `with` block.
 
-    Args:
-      directory: where sockets, and tables that processes share, are; a new one in shared memory, which is removed at
-        the end, if None.
+    Attributes:
+      directory: where sockets, and tables that processes share, are: a new one in shared memory, removed at the end.
     """
 
-    def __init__(self, directory: str | Path | None = None):
-        self._given = None if directory is None else local_path(directory)
+    def __init__(self) -> None:
         self._entered = False
 
     def __enter__(self) -> Self:
         shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-        self.directory = self._given or Path(tempfile.mkdtemp(prefix="jaxrec-", dir=shared))
+        self.directory = Path(tempfile.mkdtemp(prefix="jaxrec-", dir=shared))
         self._entered = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._entered = False
-        if self._given is None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def check_entered(self) -> None:
         """Raise a ValueError if the machine is not entered."""
         if not self._entered:
             raise ValueError("the machine is not entered: with Machine() as machine: TrainerPool(machine, ...).")
 
-    def process(
-        self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
-    ) -> "LocalProcess":
-        """Start a process with one object; arguments as for `Process`, of which threads and resources are unused."""
-        return LocalProcess(self.directory, self._given is None, kind, name, args)
+    def process(self, kind: type, name: str, args: Sequence = (), threads: int = 0) -> "LocalProcess":
+        """Start a process with one object; arguments as for `RayProcess`. Each call has a thread of its own."""
+        return LocalProcess(self.directory, kind, name, args)
 
     def kept(self, packed: tuple[list[str], bytes]) -> tuple[list[str], str]:
         """Return what `packed` has returned with its bytes in a file: a message is not read until a process serves."""
@@ -125,15 +119,14 @@ class LocalHandle(NamedTuple):
 class LocalProcess(Process):
     """A new process of this machine with one object, whose methods are called through `handle`."""
 
-    def __init__(self, directory: Path, removes: bool, kind: type, name: str, args: Sequence):
+    def __init__(self, directory: Path, kind: type, name: str, args: Sequence):
         address = str(directory / uuid.uuid4().hex[:12])
         # Bound here: calls before it has started wait at the socket.
         with socket.socket(socket.AF_UNIX) as listening, environment(VARIABLES):
             listening.bind(address)
             listening.listen(128)
-            left = str(directory) if removes else ""
             self._process = multiprocessing.get_context("spawn").Process(
-                target=_serve, args=(listening, left, kind, tuple(args)), name=name, daemon=True
+                target=_serve, args=(listening, directory, kind, tuple(args)), name=name, daemon=True
             )
             self._process.start()
         super().__init__(name, LocalHandle(address, name))
@@ -155,24 +148,23 @@ class LocalProcess(Process):
             os.unlink(self.handle.address)
 
 
-def _serve(listening: socket.socket, left: str, kind: type, args: tuple) -> None:
-    """Serve the calls of an object in this process; remove the directory `left`, if any, once the driver has ended."""
+def _serve(listening: socket.socket, directory: Path, kind: type, args: tuple) -> None:
+    """Serve the calls of an object in this process; once the driver has ended, end and remove the directory."""
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: for the driver, which saves while trainers run
         signal.signal(number, signal.SIG_IGN)
     keep_memory()
-    threading.Thread(target=_end_with_driver, args=(left,), daemon=True).start()
+    threading.Thread(target=_end_with_driver, args=(directory,), daemon=True).start()
     served = kind(*args)
     while True:
         client, _ = listening.accept()
         threading.Thread(target=_answer, args=(Connection(client.detach()), served), daemon=True).start()
 
 
-def _end_with_driver(left):
+def _end_with_driver(directory):
     driver = multiprocessing.parent_process()
     if driver is not None:
         driver.join()
-        if left:
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
 

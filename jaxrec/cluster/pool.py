@@ -33,7 +33,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +55,6 @@ from jaxrec.embedding import HostTables, Tables
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
 from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floating
-from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.types import DenseState, PyTree, ShardsLost, TrainState
 
@@ -116,7 +115,7 @@ class TrainerPool:
         servers have; None for 0.
       timeout_s: seconds after which a process that does not answer counts as dead.
       most_deaths: tolerated deaths of each trainer; one more, and it is given up.
-      resources: Ray resources that select each trainer's machine, such as {'trainer': 1}; None for any machine.
+      resources: of a cluster: those that select each trainer's machine, such as {'trainer': 1}; None for any machine.
 
     Attributes:
       failures: all deaths so far, as `Failure`.
@@ -134,19 +133,21 @@ class TrainerPool:
         _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds)
         self._most_deaths = whole_number("most_deaths", most_deaths, 0)
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
-        self._work, self._cores, self._resources = work, cores, resources
+        self._work, self._cores = work, cores
+        self._resources = {"resources": resources} if resources else {}  # which a machine does not have
         self._process: Callable[..., Process] = RayProcess
         self._packed: tuple[list[str], bytes | str] = packed(given)
         if isinstance(cluster, Machine):
             self._process, self._packed = cluster.process, cluster.kept(self._packed)
-        initial = initial_leaves(work.params)[1]
-        how = self._process, self._packed, work.rule
-        self._sync_servers = SyncServers(*how, initial, trainers, sync_servers, timeout_s)
+        self._initial, rule = initial_leaves(work.params)[1], work.rule
+        # Numbers of the leaves that each sync server has.
+        sizes = [leaf.nbytes for leaf in self._initial]
+        self._assigned = [] if rule is None else assign_leaves(sizes, rule, sync_servers)
         self._extra = dict(extra or {})
         kind: Any = SharedTables if isinstance(servers, HostTables) else ServedTables
         self._tables: SharedTables = kind(servers, directory, save_every_seconds, work.params, run)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
-        self._trainers: list[Process] = []
+        self._trainers, self._sync_servers = list[Process](), list[Process]()
         self._incarnations = [1] * trainers
         # Of the newest incarnation.
         self._progress = [Progress(position=position) for position in positions or [0] * trainers]
@@ -164,7 +165,7 @@ class TrainerPool:
     @property
     def sync_server_processes(self) -> list[int | None]:
         """Process id of each sync server; None until it has started."""
-        return self._sync_servers.processes
+        return [one.pid for one in self._sync_servers]
 
     @property
     def progress(self) -> list[Progress]:
@@ -174,14 +175,13 @@ class TrainerPool:
     def __enter__(self) -> "TrainerPool":
         self._tables.begin(self)
         self._started_at = time.monotonic()
-        self._sync_servers.start()
+        self._sync_servers = [self._start_sync_server(number, None) for number in range(len(self._assigned))]
         self._trainers = [self._start_trainer(number, None) for number in range(len(self._progress))]
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        for one in self._trainers:
+        for one in [*self._trainers, *self._sync_servers]:
             one.kill()
-        self._sync_servers.kill()
         self._tables.close()
 
     def run(self, hook: Callable[["TrainerPool"], None] | None = None) -> tuple[list[PyTree], PoolStats]:
@@ -202,7 +202,8 @@ class TrainerPool:
             raise ValueError("the pool is not entered: with TrainerPool(...) as pool: pool.run().")
         while running := self._running():
             self._check_servers(running)
-            self._check_sync_servers(running)
+            for number in range(len(self._sync_servers)):
+                self._check_sync_server(number, running)
             for number in running:
                 self._check_trainer(number)
             if hook is not None:
@@ -249,7 +250,7 @@ class TrainerPool:
         # The positions first: a batch may be trained twice after a restore, and none is left out.
         progress = self._summed_progress()
         positions = {"positions": [one.position for one in progress], "examples": sum(one.examples for one in progress)}
-        leaves = self._sync_servers.leaves() or self._newest_leaves()
+        leaves = self._leaves()
         if leaves is None and self._work.rule is not None and positions["examples"]:
             raise OSError("an image was not saved: no trainer or sync server has sent its parameters")
         return leaves, self._extra | positions
@@ -261,21 +262,22 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = self._process(TrainerProcess, name, resources=self._resources)
+        one = self._process(TrainerProcess, name, **self._resources)
         cores = None if self._cores is None else list(self._cores[number])
+        sync_servers = [server.handle for server in self._sync_servers]
         one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
-            self._progress[number].position, leaves, self._tables.access, self._sync_servers.handles,
+            self._progress[number].position, leaves, self._tables.access, sync_servers,
             f"{self._name}-{number}", self._timeout_s, cores,
         )  # fmt: skip
         return one
 
     def _check_trainer(self, number):
         one = self._trainers[number]
-        found = one.poll("progress")
+        found, reason = one.look("progress", self._timeout_s)
+        if reason:
+            self._start_successor(number, reason)
         if found is None:
-            if reason := one.death_reason(self._timeout_s):
-                self._start_successor(number, reason)
             return
         if found.state == "waiting":  # `begin` has not arrived, and it does not know its position
             return
@@ -307,27 +309,36 @@ class TrainerPool:
         except (ServerGone, TimeoutError) as error:  # it has died, and its parameters are lost
             self._start_successor(number, str(error))
         else:
-            self._sync_servers.give_up(number)  # no successor will join
+            _tell(self._sync_servers, "give_up", number)  # no successor will join
 
     def _start_successor(self, number, reason):
         self._trainers[number].kill()  # a stopped process could resume later
-        self._sync_servers.leave(number, self._incarnations[number], reason)
-        self._record_failure("trainer", number, reason)
+        _tell(self._sync_servers, "leave", number, self._incarnations[number], reason)
+        self._record_death("trainer", number, reason)
         position = self._progress[number].position
         self._before[number] = summed(self._before[number], self._progress[number])
         self._progress[number] = Progress(position=position)
         if self._incarnations[number] > self._most_deaths:
             self._given_up[number] = reason
-            self._sync_servers.give_up(number)
+            _tell(self._sync_servers, "give_up", number)
             warnings.warn(f"{reason}; trainer {number} is given up at its batch {position}", stacklevel=4)
             return
         self._incarnations[number] += 1
-        leaves = self._sync_servers.leaves() or self._newest_leaves()
-        self._trainers[number] = self._start_trainer(number, leaves)
+        self._trainers[number] = self._start_trainer(number, self._leaves())
         warnings.warn(
             f"{reason}; trainer {number} restarts at its batch {position}, with the parameters of the others and a "
             "fresh optimizer state", stacklevel=4,
         )  # fmt: skip
+
+    def _leaves(self):
+        """Return the leaves with which a trainer that joins now starts; None for the initial ones."""
+        found: dict[int, np.ndarray] = {}
+        for server, mine in zip(self._sync_servers, self._assigned, strict=True):
+            try:
+                found |= dict(zip(mine, server.handle.call("leaves").result(self._timeout_s), strict=True))
+            except (ServerGone, TimeoutError):
+                return self._newest_leaves()
+        return [found[leaf] for leaf in sorted(found)] or self._newest_leaves()
 
     def _newest_leaves(self):
         """Return the leaves that some running trainer has sent last to a round; None if there are none."""
@@ -339,28 +350,48 @@ class TrainerPool:
 
     # ---- servers
 
-    def _check_sync_servers(self, running):
-        absent = [n for n in range(len(self._trainers)) if n not in running]
-        for index, reason in self._sync_servers.replace_dead(self._newest_leaves, absent).items():
-            self._record_failure("sync server", index, reason)
-            warnings.warn(f"{reason}; its successor has started with the parameters of a trainer", stacklevel=4)
-            for number in running:
-                self._trainers[number].handle.call("replace_sync_server", index, self._sync_servers.handles[index])
+    def _start_sync_server(self, number, leaves):
+        trainers = len(self._progress)
+        mine = [(leaves or self._initial)[leaf] for leaf in self._assigned[number]]
+        args = self._packed, mine, trainers, self._timeout_s
+        # Threads for calls that wait in a round, and others meanwhile.
+        return self._process(PoolSyncServer, f"sync server {number}", args, 2 * trainers + 8)
+
+    def _check_sync_server(self, number, running):
+        _, reason = self._sync_servers[number].look("process_info", self._timeout_s)
+        if not reason:
+            return
+        self._sync_servers[number].kill()
+        self._record_death("sync server", number, reason)
+        successor = self._sync_servers[number] = self._start_sync_server(number, self._newest_leaves())
+        warnings.warn(f"{reason}; its successor has started with the parameters of a trainer", stacklevel=3)
+        for trainer, one in enumerate(self._trainers):
+            if trainer in running:
+                _tell([one], "replace_sync_server", number, successor.handle)
+            else:
+                _tell([successor], "give_up", trainer)
 
     def _check_servers(self, running):
         for server, reason in self._tables.restore_lost(self._beside_rows).items():
             self._lost_since.clear()  # successors are announced below
-            self._record_failure("server", server.index, reason)
-            for number in running:
-                self._trainers[number].handle.call("replace_server", server.handle, server.shards, reason)
+            self._record_death("server", server.index, reason)
+            trainers = [self._trainers[number] for number in running]
+            _tell(trainers, "replace_server", server.handle, server.shards, reason)
 
-    def _record_failure(self, kind, number, reason):
+    def _record_death(self, kind, number, reason):
         self.failures.append(Failure(kind, number, reason, time.monotonic() - self._started_at))
 
     def _examples_lost(self):
         """Return the number of examples of given-up trainers after their last positions."""
         streams = [self._work.batches(n, len(self._trainers))(self._progress[n].position) for n in self._given_up]
         return sum(examples_in(batch) for stream in streams for batch in stream)
+
+
+def _tell(processes, method, *args):
+    """Call a method of processes; those that are dead are noticed by their polls."""
+    for one in processes:
+        with contextlib.suppress(ServerGone):
+            one.handle.call(method, *args)
 
 
 def _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds):
@@ -397,84 +428,6 @@ class PoolSyncServer(SyncServer):
         rule = work_of(packed).rule
         assert rule is not None
         super().__init__(rule, *args)
-
-
-class SyncServers:
-    """The sync servers of a pool: processes with a `SyncServer` each; none without a rule."""
-
-    def __init__(
-        self, process: Callable[..., Process], packed: tuple, rule: Rule | None, initial: Sequence[np.ndarray],
-        trainers: int, sync_servers: int, timeout_s: float,
-    ):  # fmt: skip
-        self._process, self._packed = process, packed
-        self._rule, self._initial, self._trainers, self._timeout_s = rule, list(initial), trainers, timeout_s
-        self._assigned = [] if rule is None else assign_leaves([leaf.nbytes for leaf in initial], rule, sync_servers)
-        self._servers: list[Process] = []
-
-    def start(self) -> None:
-        """Start all servers, with the initial leaves."""
-        self._servers = [self._start_server(number, self._initial) for number in range(len(self._assigned))]
-
-    @property
-    def handles(self) -> list[Any]:
-        """Handle to each server."""
-        return [server.handle for server in self._servers]
-
-    @property
-    def processes(self) -> list[int | None]:
-        """Process id of each server; None until it has started."""
-        return [server.pid for server in self._servers]
-
-    def leaves(self) -> list[np.ndarray] | None:
-        """Return the leaves with which a trainer that joins now starts; None if a server does not answer."""
-        found: dict[int, np.ndarray] = {}
-        for server, mine in zip(self._servers, self._assigned, strict=True):
-            try:
-                found |= dict(zip(mine, server.handle.call("leaves").result(self._timeout_s), strict=True))
-            except (ServerGone, TimeoutError):
-                return None
-        return [found[leaf] for leaf in range(len(self._initial))] if found else None
-
-    def replace_dead(self, newest: Callable[[], list[np.ndarray] | None], absent: Iterable[int]) -> dict[int, str]:
-        """Start successors of dead servers; return {number of the server: reason of its death}.
-
-        Args:
-          newest: returns the leaves that successors start with, or None for the initial ones.
-          absent: numbers of trainers that are done or given up.
-        """
-        dead = {}
-        for number, server in enumerate(self._servers):
-            server.poll("process_info")
-            if reason := server.death_reason(self._timeout_s):
-                server.kill()
-                dead[number] = reason
-                self._servers[number] = self._start_server(number, newest() or self._initial)
-                for trainer in absent:
-                    self._servers[number].handle.call("give_up", trainer)
-        return dead
-
-    def give_up(self, trainer: int) -> None:
-        """Notify all servers that a trainer is lost for good."""
-        self._notify("give_up", trainer)
-
-    def leave(self, trainer: int, incarnation: int, reason: str) -> None:
-        """Notify all servers that a trainer is dead, before its heartbeats time out."""
-        self._notify("leave", trainer, incarnation, reason)
-
-    def kill(self) -> None:
-        """Kill all servers."""
-        for server in self._servers:
-            server.kill()
-
-    def _notify(self, method, *args):
-        for server in self._servers:
-            with contextlib.suppress(ServerGone):
-                server.handle.call(method, *args)
-
-    def _start_server(self, number, leaves):
-        threads = 2 * self._trainers + 8  # for calls that wait in a round, and others meanwhile
-        args = self._packed, [leaves[leaf] for leaf in self._assigned[number]], self._trainers, self._timeout_s
-        return self._process(PoolSyncServer, f"sync server {number}", args, threads)
 
 
 class SharedTables:

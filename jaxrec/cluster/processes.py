@@ -101,6 +101,11 @@ class Process(abc.ABC):
     def _ended(self) -> str:
         """Return how the process has ended; '' if it is there."""
 
+    def look(self, method: str, timeout_s: float) -> tuple[Any, str]:
+        """Return what `poll` does and, if that is None, the `death_reason`."""
+        found = self.poll(method)
+        return found, "" if found is not None else self.death_reason(timeout_s)
+
     def death_reason(self, timeout_s: float = math.inf) -> str:
         """Return why the process counts as dead; '' if it is alive.
 
@@ -142,9 +147,6 @@ class RayProcess(Process):
       args: arguments of the class.
       threads: maximum number of concurrent calls.
       resources: Ray resources that select its machine, such as {'trainer': 1}; None for any machine.
-
-    Attributes:
-      lifetime: Ray's object reference that is ready once the process has ended.
     """
 
     def __init__(
@@ -152,12 +154,12 @@ class RayProcess(Process):
     ):
         options = _ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
         actor = import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
-        self.lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
+        self._lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
         super().__init__(name, Handle(actor, name))
 
     def _ended(self) -> str:
         try:
-            RayAnswer(self.lifetime, self.name).result(0)
+            RayAnswer(self._lifetime, self.name).result(0)
         except TimeoutError:
             return ""
         except Exception as error:

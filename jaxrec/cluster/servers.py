@@ -70,12 +70,11 @@ class RayServer:
     Attributes:
       process: process id, None before `wait`.
       address: address of its machine, '' before `wait`.
-      lifetime: Ray's object reference that is ready once the process has ended.
     """
 
     def __init__(self, config: ServerConfig, index: int, shards: Sequence[int], incarnation: int, standby: RayProcess):
         self.index, self.shards, self.incarnation = index, tuple(shards), incarnation
-        self._process, self.lifetime = standby, standby.lifetime
+        self._process = standby
         self._begun = standby.handle.call("begin", config, self.shards, incarnation)
         self.process: int | None = None
         self.address = ""

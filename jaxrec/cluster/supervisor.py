@@ -1,9 +1,9 @@
 """Starts the servers of embedding tables, detects their deaths, and starts successors.
 
-A death is detected by the call that it makes fail or, between calls, by a thread that waits for the end of each
-process. The thread starts the successor at once, so that it is ready when the engine asks for it, and marks the shards
-as lost: the next call into them raises `ShardsLost`. A successor begins with initial rows; none of them is read before
-the recovery, which the engine calls next, has restored its shards.
+A death is detected by the call that it makes fail or, between calls, by a thread that looks at the processes. It starts
+the successor at once, so that it is ready when the engine asks for it, and marks the shards as lost: the next call into
+them raises `ShardsLost`. A successor begins with initial rows; none of them is read before the recovery, which the
+engine calls next, has restored its shards.
 
 Legend: S shards, P servers.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.callbacks import Callback
 from jaxrec.cluster.processes import RayProcess
-from jaxrec.cluster.runtime import Cluster, import_ray
+from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.servers import RayServer, ServerConfig, server_process
 from jaxrec.embedding import RemoteTables
 from jaxrec.embedding.servers import ServerGone, deal
@@ -28,7 +28,7 @@ from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.files import local_path, make_directory
 from jaxrec.types import RowOptimizer, ShardsLost
 
-_POLL_S = 0.2  # longest delay until the thread notices that it must end
+_POLL_S = 0.2  # until the thread looks at the processes again
 _MINUTES = 10  # in which `most_deaths` are tolerated
 _SECONDS = "a number of seconds above 0 and finite"
 
@@ -237,26 +237,18 @@ class Supervisor(Callback):
 
     def _watch(self):
         """Detect the ends of processes between calls."""
-        ray, seen = import_ray(), set[RayServer]()
-        while not self._closed.is_set():
-            living = {server.lifetime: server for server in self._servers if server not in seen}
-            if not living:
-                self._closed.wait(_POLL_S)
-                continue
-            try:
-                ended, _ = ray.wait(list(living), timeout=_POLL_S)
-            except ray.exceptions.RayError:  # Ray itself has ended
-                return
-            for lifetime in ended:
-                seen.add(living[lifetime])
-                with contextlib.suppress(GivenUp):  # `recover` raises it
-                    self._handle_end(living[lifetime])
+        seen = set[RayServer]()
+        while not self._closed.wait(_POLL_S):
+            for server in [server for server in self._servers if server not in seen]:
+                if reason := server.death_reason():
+                    seen.add(server)
+                    with contextlib.suppress(GivenUp):  # `recover` raises it
+                        self._handle_end(server, reason)
 
-    def _handle_end(self, server):
+    def _handle_end(self, server, reason):
         with self._lock:
             if self._closed.is_set() or self._servers[server.index] is not server:
                 return  # known already
-            reason = server.death_reason()
             if self._in_use[server.index] is server:
                 self.tables.mark_lost(server.shards, reason)
             if self._entered:

@@ -45,9 +45,13 @@ class Loader:
       source: the blocks.
       batch_size: B.
       shuffle_seed: None for file order.
-      window_blocks: number of blocks held in memory and shuffled together.
+      window_blocks: number of blocks held in memory and shuffled together; without a seed they are held one by one.
       epochs: passes over the data; None for no end.
       lookup: name in `Batch.ids` of the ids of blocks that hold a single array of them.
+
+    Attributes:
+      batches_per_epoch: number of batches of an epoch.
+      window_rows: most rows of a window, which is read whole.
 
     >>> class TwoBlocks:
     ...     rows = [3, 2]
@@ -77,6 +81,9 @@ class Loader:
         if self._rows.sum() == 0:
             raise ValueError("the source holds no rows: prepare a file that has some.")
         self.batches_per_epoch = -(-int(self._rows.sum()) // self._batch_size)
+        if self._seed is None:  # so that no block is read before that of the first row
+            self._window_blocks = 1
+        self.window_rows = int(self._rows.max()) * self._window_blocks
         self._turn = [0]  # position of the present iterator, which alone may change it
         self._iterator: Iterator[Batch] | None = None
         self._first: tuple[int, list[Column]] | None = None  # the first block read, and its columns
@@ -121,35 +128,33 @@ class Loader:
                 self._iterator = None
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Batch]:
-        size, rest = self._batch_size, None
+        size, waiting = self._batch_size, list[Columns]()
         for window in self._windows(epoch, skip):
-            if rest is not None:
-                window = {key: np.concatenate([rest[key], window[key]]) for key in window}
-            whole = len(window["label"]) // size * size
+            waiting.append(window)
+            if (rows := sum(len(part["label"]) for part in waiting)) < size:
+                continue
+            together, whole = _together(waiting), rows // size * size
             for start in range(0, whole, size):
-                yield self._batch({key: array[start : start + size] for key, array in window.items()})
-            rest = {key: array[whole:] for key, array in window.items()}
-        if rest is not None and len(rest["label"]):
-            yield self._batch(rest)
+                yield self._batch({key: array[start : start + size] for key, array in together.items()})
+            waiting = [{key: array[whole:] for key, array in together.items()}]
+        if any(len(part["label"]) for part in waiting):
+            yield self._batch(_together(waiting))
 
     def _windows(self, epoch: int, skip: int) -> Iterator[Columns]:
         """Yield the windows of an epoch, rows in their final order, without the first `skip` rows."""
         order = np.arange(len(self._rows))
         if self._seed is not None:
             np.random.default_rng([self._seed, epoch]).shuffle(order)
-        for number, start in enumerate(range(0, len(order), self._window_blocks)):
-            chosen = order[start : start + self._window_blocks]
-            rows = int(self._rows[chosen].sum())
-            if skip >= rows:
-                skip -= rows
-                continue
-            blocks = [self._block(int(i)) for i in chosen]
-            window = {key: np.concatenate([block[key] for block in blocks]) for key in blocks[0]}
+        starts = range(0, len(order), self._window_blocks)
+        rows = np.add.reduceat(self._rows[order], starts)
+        ends = np.cumsum(rows)
+        for number in range(int(np.searchsorted(ends, skip, side="right")), len(starts)):
+            chosen = order[starts[number] : starts[number] + self._window_blocks]
+            window = _together([self._block(int(i)) for i in chosen])
             if self._seed is not None:
-                shuffled = np.random.default_rng([self._seed, epoch, number]).permutation(rows)
+                shuffled = np.random.default_rng([self._seed, epoch, number]).permutation(rows[number])
                 window = {key: array[shuffled] for key, array in window.items()}
-            yield {key: array[skip:] for key, array in window.items()}
-            skip = 0
+            yield {key: array[max(0, skip - int(ends[number] - rows[number])) :] for key, array in window.items()}
 
     def _block(self, index: int) -> Columns:
         """Return the columns of a block; raise ValueError unless they are those of the first block read."""
@@ -168,6 +173,11 @@ class Loader:
         ids = {key[1]: _padded(array, missing, -1) for key, array in rows.items() if isinstance(key, tuple)}
         label, weight = (_padded(array.astype(np.float32), missing, 0) for array in (rows["label"], weight))
         return Batch(ids, label, _padded(rows["dense"], missing, 0), weight)
+
+
+def _together(parts: Sequence[Columns]) -> Columns:
+    """Return the rows of all parts, one after the other."""
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
 def _columns(index: int, block: Mapping[str, Any], rows: int, lookup: str) -> Columns:

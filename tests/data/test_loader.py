@@ -1,5 +1,6 @@
 """Properties of the loader: a permutation of the rows, the same from any position."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -36,9 +37,9 @@ loaders = st.fixed_dictionaries(
 )
 
 
-def make(kwargs):
+def make(kwargs, kind=Blocks):
     kwargs = dict(kwargs)
-    return Loader(Blocks(kwargs.pop("sizes")), kwargs.pop("batch_size"), **kwargs)
+    return Loader(kind(kwargs.pop("sizes")), kwargs.pop("batch_size"), **kwargs)
 
 
 @given(loaders)
@@ -59,6 +60,40 @@ def test_every_epoch_is_a_permutation_of_the_rows(kwargs):
             np.testing.assert_array_equal(b.label[real], b.ids["sparse"][real, 0] % 2)
             assert (b.ids["sparse"][~real] == -1).all()
             assert not b.dense[~real].any() and not b.label[~real].any()
+
+
+class Read(Blocks):
+    """Blocks that note which of them were read."""
+
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@given(loaders, st.data())
+def test_batches_in_a_row_read_the_windows_of_their_rows_alone(kwargs, data):
+    kwargs = kwargs | {"epochs": 1}
+    source = Read(kwargs["sizes"])
+    loader = make(kwargs, lambda sizes: source)
+    count = len(list(loader))
+    order, source.read = source.read, []
+    assert sorted(order) == [*range(len(kwargs["sizes"]))]
+    first = data.draw(st.integers(0, count - 1))
+    last = data.draw(st.integers(first, count - 1))
+    loader.seek(first)
+    found = list(itertools.islice(loader, last - first + 1))
+    width = 1 if kwargs["shuffle_seed"] is None else kwargs["window_blocks"]
+    wanted, row = [], 0
+    for window in (order[start : start + width] for start in range(0, len(order), width)):
+        end = row + sum(kwargs["sizes"][block] for block in window)
+        if row < (last + 1) * kwargs["batch_size"] and end > first * kwargs["batch_size"]:
+            wanted += window
+        row = end
+    assert source.read == wanted and len(found) == last - first + 1
 
 
 class RichBlocks(Blocks):
