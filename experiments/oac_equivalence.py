@@ -29,9 +29,9 @@ from tqdm import tqdm
 
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, capacity_of, plan
 from jaxrec.oac import Pipeline
+from jaxrec.oac.flight import Flight, Worker
 from jaxrec.oac.ring import LastWriters
-from jaxrec.oac.scheduler import BatchScheduler
-from jaxrec.oac.stages import DeviceStep
+from jaxrec.oac.stages import Stages
 from jaxrec.task import Task
 from jaxrec.types import Batch, Rows, TrainState
 
@@ -103,21 +103,21 @@ def make_batches(config: Config, number: int, exponent: float, seed: int) -> lis
     ]
 
 
-class NotingScheduler(BatchScheduler):
-    """Scheduler that records the watermark of each batch's gather."""
+class NotingFlight(Flight):
+    """Flight that records the watermark of each batch's gather."""
 
-    def admit(self, number, epoch):
-        """See `BatchScheduler`."""
-        watermark = super().admit(number, epoch)
-        if watermark is not None:
-            self.__dict__.setdefault("seen", {})[number - self.first] = watermark - self.first
-        return watermark
+    def admit(self, item):
+        """See `Flight`."""
+        admitted = super().admit(item)
+        if admitted:
+            self.__dict__.setdefault("seen", {})[item.number - self.first] = item.watermark - self.first
+        return admitted
 
 
 class WatchedPipeline(Pipeline):
     """A pipeline that records its gathers."""
 
-    scheduler_type = NotingScheduler
+    flight_type = NotingFlight
 
 
 def stale_rows(batches: list[Batch], watermarks: dict[int, int]) -> int:
@@ -215,34 +215,17 @@ class Delayed:
         return jax.tree.map(np.asarray, tree)
 
 
-class Numbered(BatchScheduler):
-    """Scheduler that records, per loader, fetcher and writer thread, the batch in hand, counted from 0."""
-
-    mine = threading.local()
-
-    def admit(self, number, epoch):
-        """See `BatchScheduler`."""
-        self.mine.batch = number - self.first
-        return super().admit(number, epoch)
-
-    def claim_fetch(self):
-        """See `BatchScheduler`."""
-        return self._noted(super().claim_fetch())
-
-    def wait_to_write(self, writer):
-        """See `BatchScheduler`."""
-        return self._noted(super().wait_to_write(writer))
-
-    def _noted(self, number):
-        self.mine.batch = None if number is None else number - self.first
-        return number
+def batch_in_work() -> int:
+    """Return the number of the batch, counted from the first of the run, that this thread of a pipeline has in work."""
+    worker = threading.current_thread()
+    assert isinstance(worker, Worker)
+    return worker.batch
 
 
 class HeldBack:
     """Transfers that deliver rows as late as admission allows, so that every row that can be stale is stale.
 
-    `fetch` of batch t returns once the rows of batch t + window were gathered, or those of all `number` batches. For
-    pipelines whose scheduler is `Numbered`.
+    `fetch` of batch t returns once the rows of batch t + window were gathered, or those of all `number` batches.
     """
 
     def __init__(self, window: int, number: int):
@@ -265,77 +248,74 @@ class HeldBack:
         out = jax.device_put(tree, placement)
         if isinstance(tree, tuple) and tree[0] and isinstance(next(iter(tree[0].values())), Rows):
             with self.changed:
-                self.gathered.add(Numbered.mine.batch)
+                self.gathered.add(batch_in_work())
                 self.changed.notify_all()
         return out
 
     def hold_second_writer(self, shards):
         """Block the second writer until a batch was gathered that should have waited for this write."""
-        if shards.start == 1:
-            self.wait_for_gather(Numbered.mine.batch + self.window + 1)
+        if shards[0] == 1:
+            self.wait_for_gather(batch_in_work() + self.window + 1)
 
     def fetch(self, tree):
         """Transfer to the host as late as admission allows."""
-        self.wait_for_gather(Numbered.mine.batch + self.window)
+        self.wait_for_gather(batch_in_work() + self.window)
         return jax.tree.map(np.asarray, tree)
 
 
-class NumberedPipeline(Pipeline):
-    """The unmodified pipeline, as the control of the mutants."""
+class RowsNotRepaired(Stages):
+    """Stages that leaves stale rows stale."""
 
-    scheduler_type = Numbered
-
-
-class RowsNotRepaired(DeviceStep):
-    """Device step that leaves stale rows stale."""
-
-    def repair(self, inputs, loaded, rows, floor):
+    def repair(self, item):
         """Find stale rows without repairing them."""
-        return rows, super().repair(inputs, loaded, rows, floor)[1]
+        return item.rows, super().repair(item)[1]
 
 
-class SlotsNotRepaired(DeviceStep):
-    """Device step that repairs embedding rows but not their optimizer slots."""
+class SlotsNotRepaired(Stages):
+    """Stages that repairs embedding rows but not their optimizer slots."""
 
-    def repair(self, inputs, loaded, rows, floor):
+    def repair(self, item):
         """Repair values only."""
-        right, source = super().repair(inputs, loaded, rows, floor)
-        return {name: Rows(right[name].value, rows[name].slots) for name in rows}, source
+        right, source = super().repair(item)
+        return {name: Rows(right[name].value, rows.slots) for name, rows in item.rows.items()}, source
 
 
-class NoReplay(NumberedPipeline):
+class NoReplay(Pipeline):
     """Mutant: stale rows are not repaired."""
 
-    device_step_type = RowsNotRepaired
+    stages_type = RowsNotRepaired
 
 
-class SlotsNotPatched(NumberedPipeline):
+class SlotsNotPatched(Pipeline):
     """Mutant: the optimizer slots of stale rows are not repaired."""
 
-    device_step_type = SlotsNotRepaired
+    stages_type = SlotsNotRepaired
 
 
-class RingOfOne(NumberedPipeline):
+class RingOfOne(Pipeline):
     """Mutant: the ring holds only the last batch, whatever the window."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._device_step.depth = 1
+        self._stages.depth = 1
         self._stages.last = LastWriters(self.tables.spec, self.window, 1)
 
 
-class Unordered(Numbered):
-    """Scheduler that writes the later one of every two batches first; its watermark is correct."""
+class Unordered(Flight):
+    """Flight that writes the later one of every two batches first; its watermark is correct."""
 
-    def wait_to_write(self, writer):
-        """Batches 1, 0, 3, 2, ..."""
-        self.done = self.__dict__.get("done", set())
-        number = self._first_missing()
-        other = self.first + ((number - self.first) ^ 1)
-        with self._changed:
-            if other not in self.done and self._wait_for(other, lambda: other in self.fetched):
-                return self._noted(other)
-        return super().wait_to_write(writer)
+    def take(self, stage, ready):
+        """Batches 1, 0, 3, 2, ... for the first writer."""
+        if stage == 0:
+            self.done = self.__dict__.get("done", set())
+            number = self._first_missing()
+            other = self.first + ((number - self.first) ^ 1)
+            if other not in self.done:
+                self.next[0] = other
+                if item := super().take(0, ready):
+                    return item
+            self.next[0] = number
+        return super().take(stage, ready)
 
     def count_written(self, writer, number):
         """Count the contiguous batches written from the first one on."""
@@ -346,24 +326,24 @@ class Unordered(Numbered):
         return next(n for n in itertools.count(self.first) if n not in self.done)
 
 
-class NewestWins(Numbered):
-    """Scheduler whose watermark is that of the fastest writer."""
+class NewestWins(Flight):
+    """Flight whose watermark is that of the fastest writer."""
 
     def watermark(self):
         """Not contiguous: other writers may still be at earlier batches."""
         return max(self.written)
 
 
-class UnorderedWriters(NumberedPipeline):
+class UnorderedWriters(Pipeline):
     """Mutant: batches are written out of order."""
 
-    scheduler_type = Unordered
+    flight_type = Unordered
 
 
-class WatermarkNotContiguous(NumberedPipeline):
+class WatermarkNotContiguous(Pipeline):
     """Mutant: admission follows the faster of two writers; the other one is slow."""
 
-    scheduler_type = NewestWins
+    flight_type = NewestWins
 
 
 MUTANTS = (NoReplay, RingOfOne, SlotsNotPatched, UnorderedWriters, WatermarkNotContiguous)
@@ -373,7 +353,7 @@ def mutants_caught(task: Task, batches, window: int) -> dict[str, bool]:
     """Run every mutant, and the unmodified pipeline as a control, with rows as late as admission allows."""
     expected = plain_loop(task, batches)
     caught = {}
-    kinds: tuple[type[Pipeline], ...] = (NumberedPipeline, *MUTANTS)
+    kinds: tuple[type[Pipeline], ...] = (Pipeline, *MUTANTS)
     for kind in kinds:
         held = HeldBack(window, len(batches))
         about_writers = kind in (UnorderedWriters, WatermarkNotContiguous)
@@ -384,7 +364,7 @@ def mutants_caught(task: Task, batches, window: int) -> dict[str, bool]:
             state = state._replace(tables=WatchedTables.of(state.tables, before_write=held.hold_second_writer))
         pipeline = kind(task, state, window=window, send=held.send, fetch=fetch, writers=writers)
         caught[kind.__name__] = not same(train_case(pipeline, batches), expected)
-    if caught.pop("NumberedPipeline"):
+    if caught.pop("Pipeline"):
         raise AssertionError("the pipeline itself differs from the plain loop when rows are held back.")
     return caught
 
@@ -408,7 +388,7 @@ def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     row = dataclasses.asdict(case) | {"equal": equal_sync and equal_oac, "compilations": oac.compilations}
     row["stale_fraction"] = counters["stale_rows"] / counters["rows"]
     row["patched_fraction"] = counters["patched_rows"] / counters["rows"]
-    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, vars(oac.scheduler)["seen"]))
+    row["stale_rows_miscounted"] = abs(counters["stale_rows"] - stale_rows(batches, vars(oac.flight)["seen"]))
     moved = counters["bytes_sent"] + counters["bytes_fetched"]
     row["bytes_saved_percent"] = 100 * (1 - moved / counters["bytes_without_savings"])
     return row

@@ -11,7 +11,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -53,36 +53,47 @@ def _chain(error):
     return found
 
 
+class Snapshot(NamedTuple):
+    """A state to be saved after a step, or as soon after it as lost shards are back."""
+
+    step: int
+    save: Callable[[TrainState], Any]
+
+
 class SnapshotSchedule:
-    """The pending snapshots of an engine."""
+    """The pending snapshots of an engine, in the order in which they were announced."""
 
     def __init__(self):
-        self._to_come: dict[int, list[Callable[[TrainState], Any]]] = {}  # {step: save functions, in order}
+        self._pending: list[Snapshot] = []
         self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
     def announce(self, step: int, now: int, save: Callable[[TrainState], Any]) -> None:
         """Add a snapshot of step `now`, whose callbacks are at work, or of a later one."""
-        self._to_come.setdefault(step, []).append(save)
+        self._pending.append(Snapshot(step, save))
         if step > now:
             self._unwarned.add(step)
 
-    def at(self, step: int) -> Callable[[TrainState], Any] | None:
-        """Return the next save function of a step, or None; its snapshot stays pending until `mark_taken`."""
-        return next(iter(self._to_come.get(step, ())), None)
+    def due(self, step: int) -> Snapshot | None:
+        """Return the next snapshot of a step or an earlier one, or None; it stays pending until `mark_taken`."""
+        return next((each for each in self._pending if each.step <= step), None)
 
-    def mark_taken(self, step: int) -> None:
-        """Remove the next snapshot of a step, which has begun."""
-        self._to_come[step].pop(0)
-        self._unwarned.discard(step)
+    def mark_taken(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot, which has begun."""
+        self._pending.remove(snapshot)
+        self._unwarned.discard(snapshot.step)
+
+    def put_back(self, snapshot: Snapshot) -> None:
+        """Add a snapshot again, as the first one, whose save has met lost shards; any thread may call this."""
+        self._pending.insert(0, snapshot)
 
     def drop(self, step: int) -> None:
-        """Remove all snapshots of a step."""
-        self._to_come.pop(step, None)
+        """Remove all snapshots of a step and earlier ones."""
+        self._pending = [each for each in self._pending if each.step > step]
         self._unwarned.discard(step)
 
     def forget(self, now: int) -> None:
         """Drop all snapshots, as the state of step `now` is replaced; warn of those that were not taken."""
-        self._to_come = {}
+        self._pending = []
         self._warn(f", and are forgotten: the engine was reset at step {now}.")
 
     def warn(self, now: int) -> None:
@@ -452,7 +463,11 @@ class Engine:
             changed, lost = self._change_once(change)
             if not lost:
                 return changed
-            self._recover_during_change(lost)
+            within, self._in_callback = self._in_callback, False  # a recovery reads the state
+            try:
+                self._recover_during_change(lost)
+            finally:
+                self._in_callback = within
 
     def _change_once(self, change: Callable) -> tuple[Any, Collection[int]]:
         """Return the result of `_try_change`, called with exclusive access to the tables."""
@@ -658,7 +673,7 @@ class Serial(Engine):
         self._lost_shards = self._lost_shards.difference(shards)
 
     def _save_snapshot(self):
-        while save := self._snapshots.at(self.step):
+        while snapshot := self._snapshots.due(self.step):
             self._recover(self._lost_shards)
             try:
                 self._losses.check()  # a state that is not finite must not take the place of a good image
@@ -666,20 +681,16 @@ class Serial(Engine):
                 self._snapshots.drop(self.step)
                 raise
             try:
-                save(self._state)
+                snapshot.save(self._state)
             except ShardsLost as lost:  # retried after recovery
                 self._lost_shards.update(lost.shards)
             finally:
                 if not self._lost_shards:
-                    self._snapshots.mark_taken(self.step)
+                    self._snapshots.mark_taken(snapshot)
 
     def _recover_during_change(self, shards):
         self._lost_shards.update(shards)
-        within, self._in_callback = self._in_callback, False  # a recovery reads the state
-        try:
-            self._recover(self._lost_shards)
-        finally:
-            self._in_callback = within
+        self._recover(self._lost_shards)
 
     def exclusive(self, change: Callable[[Tables], Tables]) -> None:
         """Replace the tables by change(tables).

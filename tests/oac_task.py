@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from oac_equivalence import HeldBack, Numbered
+from oac_equivalence import HeldBack
 from strategies import draw_ids
 from studies.oac_failures import WatchedTables
 
@@ -14,7 +14,7 @@ import jaxrec
 from jaxrec.checkpoint import restore_shards
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad
 from jaxrec.oac import Pipeline
-from jaxrec.oac.stages import DeviceStep
+from jaxrec.oac.stages import Stages
 from jaxrec.types import Batch, TrainState
 
 OPTIMIZER, ROWS = optax.adam(0.05), adagrad(0.1)
@@ -111,7 +111,6 @@ def train(batches, spec=SPEC, mesh=None, late=True, callbacks=(), state=None, **
     if late:
         options = {"send": held.send, "fetch": held.fetch} | options
     with Pipeline(task_of(spec, mesh), state or make_state(spec, mesh), callbacks, **options) as pipeline:
-        pipeline.scheduler_type = Numbered
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     return pipeline, (pipeline.state, losses)
 
@@ -129,9 +128,9 @@ def watched(state, **before):
 def pipeline_with(wrapper):
     """A Pipeline class whose compiled update is wrapped by a function."""
 
-    class Wrapped(DeviceStep):
+    class Wrapped(Stages):
         def __init__(self, *given):
             super().__init__(*given)
             self.update = wrapper(self.update)
 
-    return type("WrappedPipeline", (Pipeline,), {"device_step_type": Wrapped})
+    return type("WrappedPipeline", (Pipeline,), {"stages_type": Wrapped})

@@ -30,7 +30,7 @@ LEVELS = [
 HOST = [
     "files", "interrupts", "xla", "prefetch", "checkpoint", "cluster", "data",
     "embedding.host", "embedding.native", "embedding.pinned", "embedding.remote", "embedding.servers",
-    "oac.scheduler", "oac.stages", "oac.workers", "oac.pipeline", "table_use",
+    "oac.flight", "oac.stages", "oac.pipeline", "table_use",
     "shadowsync.transport", "shadowsync.synchroniser", "shadowsync.workers", "shadowsync.free",
     "cpr.costs", "cpr.saving", "cpr.tracking",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import oac_equivalence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oac_equivalence import HeldBack, Numbered, same
+from oac_equivalence import HeldBack, batch_in_work, same
 from oac_task import (
     ROWS,
     SPEC,
@@ -197,12 +197,11 @@ def test_the_window_bounds_what_is_in_flight():
     window, seen = 3, []
 
     def look():
-        seen.append(Numbered.mine.batch - (pipeline.scheduler.watermark() - pipeline.scheduler.first))
+        seen.append(batch_in_work() - (pipeline.flight.watermark() - pipeline.flight.first))
 
     batches, state = make_batches(20), watched(make_state(), before_read=look)
     held = HeldBack(window, 20)
     with Pipeline(task_of(SPEC), state, window=window, send=held.send, fetch=held.fetch) as pipeline:
-        pipeline.scheduler_type = Numbered
         for _ in pipeline.run(batches):
             pass
     assert max(seen) == window and len(seen) == 20

@@ -202,9 +202,9 @@ def rows_of(p):
 
 def one_by_one(pipeline, batches):
     """Yields each batch once all before it are written: nothing is stale, although the ring holds rows."""
-    scheduler = pipeline.scheduler  # this run's, as the first batch has been requested
+    flight = pipeline.flight  # this run's, as the first batch has been requested
     for number, batch in enumerate(batches):
-        until(lambda n=number: scheduler.watermark() - scheduler.first >= n)
+        until(lambda n=number: flight.watermark() - flight.first >= n)
         yield batch
 
 
@@ -255,6 +255,11 @@ def steady_batches(kinds=8):
     return itertools.cycle([jax.tree.map(np.copy, batch) for batch in make_batches(kinds + 1)[:-1]])
 
 
+def are(what, flight, first, end):
+    """Whether all batches from `first` to `end` are "loaded" or "fetched", and not written yet."""
+    return all(getattr(flight.items.get(number), what, False) for number in range(first, end))
+
+
 def growth(number, **options):
     """Growth of (memory blocks, items in containers, live arrays) between batches n/2 and n of a run."""
     found = []
@@ -263,8 +268,11 @@ def growth(number, **options):
         if info.step in (number // 2, number):
             pipeline.drain()
             # Planned as far ahead as possible, so that the same number is in flight both times.
-            scheduler, depth = pipeline.scheduler, pipeline.window + 1
-            full = lambda: scheduler.planned == scheduler.committed + depth + 2 and len(scheduler.loaded) >= depth
+            flight, depth = pipeline.flight, pipeline.window + 1
+            full = lambda: (
+                flight.planned == flight.committed + depth + 2
+                and are("loaded", flight, flight.committed, flight.committed + depth)
+            )
             until(full)
             gc.collect()
             found.append((sys.getallocatedblocks(), things_in(pipeline), len(jax.live_arrays())))
@@ -391,23 +399,23 @@ class Measured:
         return found
 
     def save(self, state):
-        scheduler = self.pipeline.scheduler
-        end = scheduler.first + self.cut_at + self.pipeline.window + 1  # committed while writes are held
+        flight = self.pipeline.flight
+        end = flight.first + self.cut_at + self.pipeline.window + 1  # committed while writes are held
         until(lambda: (
-            scheduler.committed == end and scheduler.planned == end + self.pipeline.window + 3
-            and all(n in scheduler.fetched for n in range(end - self.pipeline.window - 1, end))
+            flight.committed == end and flight.planned == end + self.pipeline.window + 3
+            and are("fetched", flight, end - self.pipeline.window - 1, end)
         ))  # fmt: skip
         self.host.append(held_on_the_host(self.pipeline))
 
     def update(self, update, *args):
-        scheduler = self.pipeline.scheduler
-        slow = scheduler.committed == scheduler.first + self.slow_at
+        flight = self.pipeline.flight
+        slow = flight.committed == flight.first + self.slow_at
         if slow:  # commits only once the pipeline is full and all threads wait
-            end = scheduler.committed + self.pipeline.window + 1
+            end = flight.committed + self.pipeline.window + 1
             until(lambda: (
-                scheduler.planned == end + 2 and scheduler.watermark() == scheduler.committed
-                and scheduler.first + self.inputs == end + 2
-                and all(n in scheduler.loaded for n in range(scheduler.committed, end))
+                flight.planned == end + 2 and flight.watermark() == flight.committed
+                and flight.first + self.inputs == end + 2
+                and are("loaded", flight, flight.committed, end)
             ))  # fmt: skip
         found = update(*args)
         self.most.append(self.live.bytes())

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxrec.embedding import HostedTables
+from jaxrec.oac.flight import Flight
 from jaxrec.table_use import BrokenEngine, TableUse
 
 
@@ -12,22 +13,13 @@ class TableProgress(TableUse):
     """Progress of a pipeline's tables relative to its dense state; queried by `GuardedTables`, and outlives the
     pipeline.
 
-    `counted`: each batch puts all its rows, so that the put counters of the tables give the step of each shard.
+    `flight` is that of the run, or of the last one; `step` that of the dense state.
     """
 
-    def __init__(self, tables: HostedTables, counted: bool):
+    def __init__(self, tables: HostedTables, flight: Flight, step: int):
         super().__init__(tables)
-        self.counted = counted
-
-    def begin(self, scheduler, step: int) -> None:
-        """Start counting with a new scheduler, from the common step of tables and dense state."""
-        self.scheduler, self.first_step = scheduler, step
+        self.flight, self.step = flight, step
         self.mark_current()
-
-    @property
-    def step(self) -> int:
-        """Step of the dense state."""
-        return self.first_step + self.scheduler.committed - self.scheduler.first
 
     def mark_current(self) -> None:
         """Mark the tables as matching the dense state."""
@@ -35,17 +27,17 @@ class TableProgress(TableUse):
 
     def untouched(self) -> bool:
         """Return whether nothing was put since `mark_current`, except by a change within `exclusive`."""
-        return self.scheduler.paused or np.array_equal(self.tables.puts[:, 1], self.puts[:, 1])
+        return self.flight.paused or np.array_equal(self.tables.puts[:, 1], self.puts[:, 1])
 
     def refuse_broken(self) -> None:
         """Raise BrokenEngine if rows are lost, with the error that lost them as its cause."""
-        if (error := self.scheduler.error_after_commit) is not None:
-            dense_step = None if self.scheduler.dense_lost else self.step
+        if (error := self.flight.error) is not None:
+            dense_step = None if self.flight.stages.dense_is_lost() else self.step
             raise BrokenEngine(dense_step, self.table_steps(), error) from error
 
     def table_steps(self) -> list[int | None]:
-        """Return the step of each shard, None if unknown."""
-        return super().table_steps() if self.counted else [None] * len(self.puts)
+        """Return the step of each shard, None if unknown, as where a write does not put all rows of a batch."""
+        return [None] * len(self.puts) if self.flight.options.adds else super().table_steps()
 
 
 class GuardedTables:

@@ -4,41 +4,32 @@
     planner  `---------------- loaders ----------------'   caller   fetchers  writers            thread
 
 The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather when all but the last W
-batches are written (`scheduler`, the only throttle). The caller's thread commits in batch order: replay stale rows,
-update, append to the ring. Writers put final rows in batch order, each to its own shards. `stages` defines the work on
-a batch, `workers` the threads that do it.
+batches are written. The caller's thread commits in batch order: replay stale rows, update, append to the ring. Writers
+put final rows in batch order, each to its own shards. `stages` defines the work on a batch, and holds what is trained;
+`flight` has the threads of one run, and decides when they may go on; `guard` keeps lagging tables from being read.
 
 Legend: W window.
 """
 
 import atexit
-import collections
 import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
-from jaxrec.engine import (
-    CHECK_EVERY_STEPS,
-    REMEDY,
-    Engine,
-    add_failures,
-    first_failure,
-)
+from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
 from jaxrec.interrupts import raise_deferred, uninterrupted
+from jaxrec.oac.flight import Flight
 from jaxrec.oac.guard import GuardedTables, TableProgress
 from jaxrec.oac.options import check_options, checked_mesh, with_unguarded_tables
-from jaxrec.oac.scheduler import BatchScheduler
-from jaxrec.oac.stages import DeviceStep, Stages, fetch_whole
-from jaxrec.oac.workers import SnapshotSaver, Workers
+from jaxrec.oac.stages import Stages
 from jaxrec.prefetch import Stream, result_or_error
-from jaxrec.sharding import BATCH, SPLIT, plan_specs, shardings
 from jaxrec.task import Task
 from jaxrec.types import ShardsLost, TrainState
 from jaxrec.validate import check_same_shapes
@@ -57,7 +48,9 @@ class Pipeline(Engine):
     update.
 
     During a run the tables lag the dense state by up to W + 1 batches: `state.tables` can be read only from `drain` to
-    the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded.
+    the next batch, and raises otherwise. `pipeline.tables` are the tables themselves, unguarded. A snapshot is saved
+    in its own thread, with the tables exactly as of its step: meanwhile later batches are not written, and training
+    goes on until the window is full. If the save fails, no further batch is committed, and its error ends the run.
 
     However a run ends, committed rows are written, and every failure is raised, with a note that names its stage and
     batch; after a failure that has lost rows, every call raises `BrokenEngine`. Metrics are those of the update and,
@@ -89,15 +82,14 @@ class Pipeline(Engine):
         `bytes_fetched`, passed to `send` and `fetch`; `bytes_without_savings`, the sum of both without
         `skip_stale_reads`.
       compilations: number of programs compiled by its runs; grows whenever a capacity grows.
-      scheduler: progress of the batches of the run, for inspection.
+      flight: the batches of the run in flight, for inspection.
 
     Raises:
       ValueError: tables on the device; an unknown mode; a window or number of threads out of range; a task and a
         state that do not fit each other.
     """
 
-    scheduler_type, device_step_type = BatchScheduler, DeviceStep
-    _snapshots: SnapshotSaver
+    flight_type, stages_type = Flight, Stages
 
     def __init__(
         self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *, mode: str = "oac",
@@ -106,35 +98,28 @@ class Pipeline(Engine):
         skip_stale_reads: bool = False, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__(callbacks)
-        self._interrupted: list[int] = []  # signals deferred while a finalizer left the run
-        self._iterating: threading.Thread | None = None  # thread that iterates over the run
-        self._left = True
         state = with_unguarded_tables(state)
         options = check_options(
             mode, window, validation, skip_stale_reads,
             loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead,
         )  # fmt: skip
-        self.mode, self.window, self._options = options.mode, options.window, options
-        tables, spec = state.tables, state.tables.spec
+        self.mode, self.window = options.mode, options.window
         mesh = checked_mesh(task, state)
-        placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._device_step = self.device_step_type(task.checked_update, options, tables.layout, mesh, state.dense)
-        transfers = send or jax.device_put, fetch or fetch_whole, placement
-        self._stages = Stages(tables, options, self._device_step, *transfers, capacity)
-        self.compilations, self._compiled_before = 0, 0
-        self._snapshots = SnapshotSaver(self._stages, self._device_step, self._losses)
-        self._progress = TableProgress(tables, counted=not options.adds)
-        # The tables of yielded states, which refuse to be read while they lag.
-        self._guarded_tables: HostedTables | GuardedTables = tables
-        self._new_scheduler(0, Stream(iter(())))
+        self._stages = self.stages_type(task.checked_update, state, mesh, options, send, fetch, capacity)
+        self.counters, self.compilations = self._stages.counters, 0
+        self._begin_at(state, 0)
+        self._save_tries = RecoveryCounter()
+        self._left, self._iterating = True, threading.current_thread()  # the thread that iterates over the run
+        self._postponed: list[int] = []  # signals that arrived while a finalizer left the run
         live_pipelines.add(self)
 
-    def _new_scheduler(self, number, stream, lost=()):
-        options, semisync = self._options, self.mode == "semisync"
-        self.scheduler = self.scheduler_type(self.window, options.ahead, options.writers, number, semisync)
-        self.scheduler.mark_lost(lost)
-        self._progress.begin(self.scheduler, int(self._device_step.dense.step))
-        self._workers = Workers(self.scheduler, self._stages, stream, self._progress)
+    def _begin_at(self, state, first):
+        """Go on from a state whose halves match; `first` is the number of the next batch."""
+        self._stages.dense, self._stages.tables = state
+        self.flight = self.flight_type(self._stages, Stream(iter(())), first)
+        self._progress = TableProgress(state.tables, self.flight, int(state.dense.step))
+        # The tables of yielded states, which refuse to be read while they lag.
+        self._guarded_tables: HostedTables | GuardedTables = state.tables
 
     @property
     def tables(self) -> HostedTables:
@@ -142,51 +127,36 @@ class Pipeline(Engine):
         return self._stages.tables
 
     @property
-    def counters(self) -> collections.Counter:
-        """Totals of all runs, see the class docstring."""
-        return self._stages.counters
-
-    @property
-    def state(self) -> TrainState:
-        """See `Engine`; the save of a snapshot may not read it either."""
-        if threading.current_thread() in self._workers.threads:
-            raise ValueError("pipeline.state was read in the save of a snapshot: use the state passed to it.")
-        return super().state
-
-    @property
     def _state(self) -> TrainState:  # type: ignore[override]
-        return TrainState(self._device_step.dense, self._guarded_tables)
+        return TrainState(self._stages.dense, self._guarded_tables)
 
     @property
     def step(self) -> int:  # type: ignore[override]
         """Number of committed steps."""
         return self._progress.step
 
+    # ---- a run
+
     def _over(self, stream):
         at_yield = False
         try:
             self._begin_run(stream)
             # Shards that a callback marked as lost in an earlier run, which a later one then ended.
-            self._recover_emulated()
-            while (number := self._next_batch_number()) is not None:
-                metrics = self._train(number)
+            self._recover_marked()
+            while (item := self._next_item()) is not None:
+                metrics = self._train(item)
+                del item
                 self._losses.check(CHECK_EVERY_STEPS)
                 at_yield = True
                 yield self._state, metrics
                 at_yield = False
             self._losses.check()
-            self._leave(recovers=True)
-            # The last writes may have met lost shards after the loop above had ended.
-            if not self._unraised:
-                self._recover_lost()
+            self._leave()
         except BaseException as error:
             if at_yield and isinstance(error, GeneratorExit):  # the run is left, not a callback's own GeneratorExit
-                # Possibly in a finalizer, where Python prints exceptions and drops them.
-                self._leave(postpone=self._within > 0)
-                if self._unraised and not self._within:  # else `with` or `close` raises it
-                    raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
+                self._leave_at_yield()
                 return
-            self._leave(recovers=isinstance(error, ShardsLost))  # ShardsLost itself reports the lost shards
+            self._leave(error)
             add_failures(error, self._pop_unraised())
             raise
         self._raise_failures()
@@ -196,68 +166,78 @@ class Pipeline(Engine):
         with uninterrupted():
             self._refuse()
             self._left, self._iterating = False, threading.current_thread()
-            self._compiled_before = self._device_step.compiled()
-            # Batch numbers continue beyond the window of all planned batches, so that no row of an earlier run counts
-            # as in flight.
-            self._new_scheduler(self.scheduler.planned + self.window + 1, stream, self.scheduler.lost_shards)
+            self._compiled_before = self._stages.compiled()
+            # Batch numbers go on, so that what was planned before and not trained is void.
+            left = self.flight
+            self.flight = self.flight_type(self._stages, stream, left.planned, left.lost_shards)
+            self._progress.flight = self.flight
+            self._progress.mark_current()
             self._progress.begin_run()
-            self._workers.start_all()
+            self.flight.start(self._progress)
 
-    def _next_batch_number(self):
+    def _next_item(self):
         """Return the next batch to commit once it is loaded, recovering lost shards meanwhile; None at the end."""
-        if self.scheduler.paused:  # nothing is loaded meanwhile, so waiting would never end
+        flight = self.flight
+        if flight.paused:  # nothing is loaded meanwhile, so waiting would never end
             raise ValueError("`exclusive` is at work: take the next batch when it has returned.")
-        while (number := self.scheduler.wait_to_commit()) is None and self._has_lost_shards():
+        while (item := flight.wait_to_commit()) is None and not flight.failed():
+            # At the end: the last writes, and the save of a snapshot, may meet lost shards.
+            flight.drain()
+            flight.wait_for_snapshot()
+            if not self._has_lost_shards():
+                break
             self._recover_lost()
-        return number
+            self._begin_snapshots()  # those that met the loss
+        return item
 
-    def _train(self, number):
-        plans, self._iterating = self._stages.items[number].planned.plans, threading.current_thread()
+    def _train(self, item):
+        plans, self._iterating = item.plans, threading.current_thread()
         try:
             with uninterrupted(reraise=False) as deferred:
-                metrics = self._commit(number)
+                metrics = self._commit(item)
             # A Ctrl-C during the commit is deferred until the callbacks of its step are done; one during them is not.
             try:
                 self._after_step(plans, metrics)
                 # Before the snapshot, which cannot save rows of lost shards.
                 self._recover_lost()
                 # After the callbacks, as their changes of the dense state belong to the step.
-                self._snapshots.begin(self.step, self._workers)
+                self._begin_snapshots()
                 # After the snapshot, so that recovery from an emulated failure can use the save of this step.
-                self._recover_emulated()
+                self._recover_marked()
             finally:
                 raise_deferred(deferred)
         except Exception as error:
-            error.add_note(self._workers.where("commit", number))
+            error.add_note(self.flight.where("commit", item.number - self.flight.first))
             raise
         return metrics
 
-    def _commit(self, number):
+    def _commit(self, item):
         """Commit one batch atomically; the caller defers signals."""
-        item, before = self._stages.items[number], self._device_step.dense
+        before = self._stages.dense
         try:
-            item.committed, metrics = self._device_step.commit(item, self.scheduler.void_before)
+            metrics = self._stages.commit(item)
         except BaseException as error:
-            if self._device_step.dense is not before:  # the step is done, and its rows are lost
-                self.scheduler.mark_committed(number)
-                self.scheduler.fail_after_commit(number, error)
-            elif self._device_step.dense_is_lost():
-                self.scheduler.mark_dense_lost()
-                self.scheduler.fail_after_commit(number, error)
+            done = self._stages.dense is not before  # then the rows of the step are lost
+            if done or self._stages.dense_is_lost():
+                self.flight.lose_rows(item.number, error)
+            if done:
+                self._progress.step += 1
+                self.flight.mark_committed()
             raise
-        # Freed before another batch needs the memory.
-        item.loaded = item.inputs = None
-        self._guarded_tables = GuardedTables(self._progress, self.step + 1)
-        # Last: from here on a fetcher may take the rows, and the step counts as committed.
-        self.scheduler.mark_committed(number)
+        self._progress.step += 1
+        self._guarded_tables = GuardedTables(self._progress, self.step)
         self._losses.note(self.step, metrics)
+        # Last: from here on a fetcher may take the rows.
+        self.flight.mark_committed()
         return metrics
 
     def _take_from_callback(self, given, found):
         if found.tables not in (self._guarded_tables, self.tables):
             raise ValueError("a callback returned a state with other tables: change rows in pipeline.exclusive().")
         check_same_shapes(given.dense, found.dense, "a callback returned a dense state of other shapes")
-        self._device_step.dense = found.dense
+        self._stages.dense = found.dense
+
+    # ---- between two steps
 
     def drain(self) -> HostedTables:
         """Wait until all committed batches are written; return the tables, which then match `state.dense`.
@@ -268,18 +248,15 @@ class Pipeline(Engine):
 
         Raises:
           BrokenEngine: rows are lost.
-          ValueError: another thread is in the middle of a step.
-          Any error of the save of a snapshot.
+          ValueError: another thread iterates over the run.
         """
+        self._refuse_elsewhere()
         self._refuse()
-        self._check_thread()
-        self.scheduler.drain()
+        self.flight.drain()
         self._progress.refuse_broken()
-        self._check_snapshot_saved()
         # After a run all rows are written, and another pipeline may have trained the tables since.
         if not self._left:
-            with uninterrupted():
-                self._progress.mark_current()
+            self._progress.mark_current()
         return self.tables
 
     def exclusive(self, change: Callable[[HostedTables], HostedTables]) -> None:
@@ -297,11 +274,11 @@ class Pipeline(Engine):
           ValueError: `change` returns other tables; another `exclusive` is active.
           As `drain`, and any error of `change`, whose changes up to the error stay.
         """
-        if self.scheduler.paused:
+        if self.flight.paused:
             raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
         if not self.running:  # outside a run, the change is responsible for lost shards
-            self.scheduler.mark_recovered(self.scheduler.lost_shards)
+            self.flight.mark_recovered(self.flight.lost_shards)
         if changed is not self.tables:
             raise ValueError(
                 f"the change returned a {type(changed).__name__}: tables in host memory are changed in place, so "
@@ -310,10 +287,9 @@ class Pipeline(Engine):
 
     def _change_once(self, change):
         self.drain()
-        self.scheduler.wait_for_snapshot()  # its save may still be active
-        self._check_snapshot_saved()
+        self.flight.wait_for_snapshot()  # its save may still be active
         try:
-            self.scheduler.pause()
+            self.flight.pause()
             self._progress.refuse_broken()
             return self._try_change(change, self.tables)
         finally:
@@ -321,19 +297,28 @@ class Pipeline(Engine):
                 # Before the restart, as loaders may gather at once. The restart voids the ring and the sources of
                 # earlier batches; otherwise a later batch would undo the change.
                 self._progress.mark_current()
-                self.scheduler.restart(self._stages.void)
+                self.flight.restart()
 
-    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
-        """Announce a snapshot: a consistent state after a step, to be saved while training goes on.
+    def _begin_snapshots(self):
+        """Begin to save the snapshots of the step just committed, and those that lost shards have delayed.
 
-        When the step is committed, its dense state is copied; when its rows are written, `save` runs in its own thread,
-        with the tables exactly as of that step. Until it returns, later batches are not written, and training goes on
-        until the window is full.
-
-        Args and errors are those of `Engine.snapshot_at`; any error of the save of an earlier snapshot is raised too.
+        If a loss is not finite they are dropped, as such a state must not take the place of a good image.
         """
-        self._check_snapshot_saved()
-        super().snapshot_at(step, save)
+        while snapshot := self._snapshots.due(self.step):
+            # If Ctrl-C ends the wait for the previous snapshot, this one stays pending.
+            self.flight.wait_for_snapshot()
+            if self.flight.lost_shards:  # possibly met by the save that was awaited, which then comes first
+                return
+            try:
+                self._losses.check()
+            except FloatingPointError:
+                self._snapshots.drop(self.step)
+                raise
+            with uninterrupted():
+                # A copy, as the next step donates the dense state.
+                dense = jax.tree.map(jnp.copy, self._stages.dense)
+                self.flight.save(snapshot, dense, self._snapshots)
+                self._snapshots.mark_taken(snapshot)
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, such as a restored image, after an error or before the next run.
@@ -349,90 +334,67 @@ class Pipeline(Engine):
         self._leave()
         self._raise_failures()
         state = with_unguarded_tables(state)
-        check_same_shapes(self._device_step.dense, state.dense, "reset to a dense state of other shapes")
+        check_same_shapes(self._stages.dense, state.dense, "reset to a dense state of other shapes")
         self._progress.refuse_others(state.tables)
         self._notify_restarted(state)
         before, self._marked_lost = self.step, set()
-        self._guarded_tables = self._stages.tables = state.tables
-        self._progress = TableProgress(state.tables, self._progress.counted)  # earlier states stay stale
-        self._device_step.dense = state.dense
-        self._new_scheduler(self.scheduler.planned + self.window + 1, Stream(iter(())))
+        self._begin_at(state, self.flight.planned)  # with a new progress: earlier states stay stale
         self._snapshots.forget(before)  # last, as it may warn
 
+    # ---- lost shards
+
     def _recover_during_change(self, shards):
-        self.scheduler.mark_lost(shards)
-        within, self._in_callback = self._in_callback, False  # a recovery reads the state
-        try:
-            self._recover(self.scheduler.lost_shards, begin_snapshot=not within)
-        finally:
-            self._in_callback = within
+        self.flight.mark_lost(shards)
+        self._recover(self.flight.lost_shards)
 
     def _recover_lost(self):
         """Have callbacks recover shards that the row storage has lost, until none is lost."""
         while self._has_lost_shards():
-            self._recover(self.scheduler.lost_shards)
+            self._recover(self.flight.lost_shards)
 
     def _has_lost_shards(self):
         # A run with another failure raises that one, and the next run begins with the lost shards.
-        return (
-            bool(self.scheduler.lost_shards) and not self.scheduler.rows_lost and self.scheduler.snapshot_error is None
-        )
+        return bool(self.flight.lost_shards) and not self.flight.failed()
 
-    def _recover_emulated(self):
+    def _recover_marked(self):
         """Have callbacks recover the shards that some have marked as lost."""
         # Cleared first: if the recovery fails, the next step must not lose them once more.
         wanted, self._marked_lost = self._marked_lost, set()
         if wanted:
             self._recover(wanted)
 
-    def _recover(self, shards, begin_snapshot=True):
+    def _recover(self, shards):
         callbacks = self._recovering_callbacks(shards)
         # The snapshot of this step precedes the failure, so the recovery must find it saved.
-        self.scheduler.wait_for_snapshot()
-        # After the wait: a save that meets lost shards marks them first, and records its snapshot as missed later.
-        self._snapshots.count_recovery(shards)
-        before = self.scheduler.epoch
+        self.flight.wait_for_snapshot()
+        # Training may go on while a save is tried again, so that a limit of recoveries per step is never reached.
+        if late := self._snapshots.due(self.step):
+            self._save_tries.count(f"the snapshot of step {late.step}", shards)
         try:
             self._run_recovery(callbacks, shards)
         except ShardsLost as lost:  # during the recovery: recover all of them once more
-            self.scheduler.mark_lost(lost.shards)
-            self._recover({*shards, *lost.shards}, begin_snapshot)
+            self.flight.mark_lost(lost.shards)
+            self._recover({*shards, *lost.shards})
             return
-        # None used `exclusive`, so the parked batches still have to be gathered again.
-        if self.scheduler.epoch == before:
-            self.exclusive(lambda tables: tables)
+        # The batches whose gathers met the loss are gathered again, even if no callback has used `exclusive`.
+        self.exclusive(lambda tables: tables)
         # After the restart: until then, gathers in progress may have reported the same loss.
-        self.scheduler.mark_recovered(shards)
-        if self._left:
-            self._save_missed()
-        elif begin_snapshot:  # not in a callback: changes of later ones belong to the step
-            self._snapshots.begin(self.step, self._workers)
+        self.flight.mark_recovered(shards)
 
-    def _save_missed(self):
-        """Save the snapshots missed because of lost shards on this thread, after a run has ended."""
-        try:
-            self._snapshots.save_missed(self.state)
-        except ShardsLost as lost:  # lost again, and no worker is left to mark them
-            self.scheduler.mark_lost(lost.shards)
+    # ---- the end of a run
 
     def _end(self):
-        self._refuse_worker()
-        iterating = self._iterating
-        if not self._left and iterating is not threading.current_thread() and iterating and iterating.is_alive():
-            raise ValueError(
-                f"close was called in another thread than {iterating.name!r}, which iterates over the run and "
-                "would take its stream for ended: leave the loop there."
-            )
+        self._refuse_elsewhere()
         self._refuse_within_step()
         generator, self._within = self._generator(), self._within + 1
         try:
             with uninterrupted() as deferred:
                 if generator is not None:
                     generator.close()
-                if not self._interrupted:
+                if not self._postponed:
                     self._leave()
-                deferred += self._interrupted
-                self._interrupted = []
+                deferred += self._postponed
+                self._postponed = []
         finally:
             self._within -= 1
         return self._pop_unraised()
@@ -442,73 +404,60 @@ class Pipeline(Engine):
         self._leave()
         self._raise_failures()
 
-    def _leave(self, postpone: bool = False, recovers: bool = False) -> None:
-        """End the threads of a run, write committed rows, and keep failures in `_unraised`; idempotent.
+    def _leave_at_yield(self):
+        """Leave the run, possibly in a finalizer, where Python prints exceptions and drops them."""
+        with uninterrupted(reraise=False) as deferred, contextlib.suppress(InterruptedError):
+            self._leave()
+        if self._within:  # `close` or the end of the `with` block raises all
+            self._postponed = deferred
+            return
+        raise_deferred(deferred)
+        if self._unraised:
+            raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
 
-        `postpone` leaves signals that arrive meanwhile to `close` or the end of the `with` block. Lost shards are not a
-        failure if the caller `recovers` them.
+    def _leave(self, told: BaseException | None = None) -> None:
+        """End the threads of the run, if any, write committed rows, and keep failures in `_unraised`.
+
+        `told` is the error that ends the run: if it is ShardsLost, it reports the lost shards.
         """
-        scheduler, workers = self.scheduler, self._workers
+        flight = self.flight
+        if threading.current_thread() in flight.threads:
+            # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
+            flight.stop()
+            return
         with uninterrupted() as deferred:
             if self._left:
                 return
-            if threading.current_thread() in workers.threads:
-                scheduler.finish()
-                # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
-                return
             # The snapshot of the last step, if its callbacks were interrupted; before the threads learn of the end.
-            failed = result_or_error(lambda: self._snapshots.begin(self.step, workers))
-            try:
-                workers.end(deferred, self.patience_seconds)
-            except InterruptedError:
-                if not postpone:
-                    raise
-            else:
-                self._end_run(failed, recovers)
-            if postpone and deferred:
-                self._interrupted = [*deferred]
-                deferred.clear()
+            failed = result_or_error(self._begin_snapshots)
+            failures = [*flight.end(deferred, self.patience_seconds), failed]
+            if flight.error is None:
+                self._progress.mark_current()
+                self._guarded_tables = self.tables
+            # Other pipelines may use the tables only when all rows are written.
+            self._progress.running = False
+            self.compilations += self._stages.compiled() - self._compiled_before
+            self._left = True
+            failures.append(result_or_error(self._losses.check))
+            if flight.lost_shards and not isinstance(told, ShardsLost):
+                failures.append(ShardsLost(flight.lost_shards, REMEDY))
+            self._unraised += [failure for failure in failures if failure is not None]
 
-    def _end_run(self, failed, recovers):
-        """Collect the failures, after the threads have ended."""
-        scheduler = self.scheduler
-        if not scheduler.rows_lost:
-            self._progress.mark_current()
-            self._guarded_tables = self.tables
-        elif isinstance(result_or_error(lambda: jax.block_until_ready(self._device_step.dense)), BaseException):
-            scheduler.mark_dense_lost()
-        # Other pipelines may use the tables only when all rows are written.
-        self._progress.running = False
-        self.compilations += self._device_step.compiled() - self._compiled_before
-        self._left = True
-        unrecovered = ShardsLost(scheduler.lost_shards, REMEDY) if scheduler.lost_shards and not recovers else None
-        checked = result_or_error(self._losses.check)
-        told = (scheduler.error_after_commit, scheduler.snapshot_error, scheduler.error_before_commit)
-        failures = (*told, failed, checked, unrecovered)
-        self._unraised += [failure for failure in failures if failure is not None]
+    # ---- refusals
 
     def _refuse(self):
         """Raise if the pipeline cannot be used: lost rows, failures not raised yet, tables in use by another run."""
-        self._refuse_worker()
         if not self.running:
             self._leave()
         self._progress.refuse_broken()
         self._raise_failures()
         self._progress.refuse_others(self.tables)
 
-    def _refuse_worker(self):
-        if threading.current_thread() in self._workers.threads:
-            raise ValueError("a thread of the pipeline cannot wait for it: call this on the thread that iterates.")
-
-    def _check_snapshot_saved(self):
-        if not self._left and self.scheduler.snapshot_error is not None:
-            raise self.scheduler.snapshot_error
-
-    def _check_thread(self):
-        # A step in another thread may donate the dense state that this call would read.
-        generator, here = self._generator(), threading.current_thread()
-        if generator is not None and generator.gi_running and self._iterating is not here:
-            raise ValueError("another thread is in the middle of a step: call this on the thread that iterates.")
+    def _refuse_elsewhere(self):
+        """Raise on another thread than the one that iterates, whose step may donate the dense state at any time."""
+        there = self._iterating
+        if not self._left and there is not threading.current_thread() and there.is_alive():
+            raise ValueError(f"another thread, {there.name!r}, iterates over the run: call this there.")
 
 
 live_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()  # of this process

@@ -166,7 +166,7 @@ def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) 
 def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, source=None, read_version=None):
     """Validate, replay, update and append one batch: the step of OAC in one function.
 
-    `Pipeline` runs the same parts, some of them on the host, in `DeviceStep.commit`.
+    `Pipeline` runs the same parts, some of them on the host, in `Stages.commit`.
 
     Args:
       update: (dense, rows, plans, batch) -> dense', rows', metrics, as `Task.update`.

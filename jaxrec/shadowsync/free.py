@@ -170,9 +170,9 @@ class FreeTrainers(Engine):
             over = splitter.over
 
     def _save_snapshots(self):
-        while save := self._snapshots.at(self.step):
-            self._snapshots.mark_taken(self.step)
-            save(self._state)
+        while snapshot := self._snapshots.due(self.step):
+            self._snapshots.mark_taken(snapshot)
+            snapshot.save(self._state)
 
     def _stretch(self, splitter) -> dict[str, Any]:
         """Train until all trainers are idle; signals are deferred until the state is consistent."""

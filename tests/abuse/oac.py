@@ -116,7 +116,7 @@ MISTAKES = {
     r"other tables: change rows in pipeline.exclusive\(\)": lambda _: train(
         pipeline_of(callbacks=[lambda info: info.state._replace(tables=HostTables.create(SPEC, ROWS))]), steps=1
     ),
-    "a thread of the pipeline cannot wait for it": (
+    "another thread, 'MainThread', iterates over the run: call this there": (
         lambda _: in_the_save_of_a_cut("close"),
         lambda _: in_the_save_of_a_cut("drain"),
     ),
@@ -176,7 +176,11 @@ def _(directory):
     assert pipeline.step == 12
 
 
-@situation("exclusive in another thread than that of the step", ValueError, "another thread is in the middle of a step")
+@situation(
+    "exclusive in another thread than that of the step",
+    ValueError,
+    "another thread, 'MainThread', iterates over the run",
+)
 def _(directory):
     failed = []
 
