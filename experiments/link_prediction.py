@@ -74,6 +74,9 @@ def check(config: Config) -> None:
             belongs("pipeline", config.pipeline, "--tables host or, with oac, pinned"): (
                 config.pipeline not in ("none", *kinds)
             ),
+            belongs("window", config.window, "--pipeline async or oac"): (
+                config.window != 2 and config.pipeline not in ("async", "oac")
+            ),
             belongs("workers", config.workers, "--tables host without --pipeline"): (
                 config.workers > 1 and (config.tables, config.pipeline) != ("host", "none")
             ),
@@ -81,22 +84,25 @@ def check(config: Config) -> None:
     )
 
 
-def saved(run: Run, state: TrainState) -> TrainState:
-    """Return the newest state of the run, or the given one; rows of metrics after it are dropped."""
-    directory, step = run.directory / "checkpoints", 0
+def saved(run: Run, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+    """Return the newest state of the run, or the given one, and its recorder's past; drop later rows of metrics."""
+    directory, step, past = run.directory / "checkpoints", 0, None
     if images(directory):
         state, image = restore(directory, state)
-        step = image.step
+        step, past = image.step, image.extra.get("recorder")
         if image.run != run.id:
             raise ValueError(f"{image.path} is of another run, {image.run}: give another --workdir.")
-    run.rewrite_metrics([row for row in run.metrics() if row["step"] <= step])
-    return state
+    rows = [row for row in run.metrics() if row["step"] <= step]
+    run.rewrite_metrics(rows)
+    if rows and past is None:  # saved at the end of an epoch
+        past = {"losses": [], "ranked_step": step, "seconds": rows[-1]["train_seconds"], "seconds_of_epoch": 0.0}
+    return state, past
 
 
 def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
     # Of its engine: free trainers save more than a task has made.
-    state = saved(run, engine_of(config, job, job.task.init(job.params, config.tables)).state)
+    state, past = saved(run, engine_of(config, job, job.task.init(job.params, config.tables)).state)
     saves = Checkpointer(run.directory / "checkpoints", run=run.id, every_steps=job.batches_per_epoch)
 
     def stop(info: StepInfo) -> None:
@@ -104,7 +110,7 @@ def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
             raise Over
 
     with engine_of(config, job, state) as engine, asked.held():
-        recorder = LinkRecorder(job, config.valid_triples, engine, run.log)
+        recorder = LinkRecorder(job, config.valid_triples, engine, run.log, past=past)
         engine.enter(recorder.show)
         engine.enter(every(job.batches_per_epoch, recorder.rank))
         engine.enter(saves)
@@ -113,7 +119,7 @@ def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
             engine.train(job.batches.stream(engine.step, job.steps))
         recorder.bar.close()
         if asked:
-            saves.save(engine.state)
+            saves.save(engine.state, {"recorder": recorder.so_far()})
             raise Stopped(asked.signal, f"stopped and saved at step {engine.step}; {go_on_with(run)}")
     tested = job.ranks(engine.state, job.triples.test)
     export(run, job, engine.state)
@@ -125,9 +131,13 @@ def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
 
 
 def export(run: Run, job: LinkJob, state: TrainState) -> None:
-    """Write vectors.npz: `entity` f32[N, D], `relation`, and their names, if the files have names."""
+    """Write vectors.npz: `entity` f32[N, D], `relation` and `reciprocal` f32[R, D], and the names, if there are any.
+
+    A reciprocal leads from tail to head. Relations of RotatE are phases, f32[R, D / 2].
+    """
+    relation, reciprocal = np.split(np.asarray(state.dense.params["relation"][0]), 2)
+    arrays: dict[str, Any] = {"entity": job.entities(state), "relation": relation, "reciprocal": reciprocal}
     entities, relations = job.triples.names
-    arrays: dict[str, Any] = {"entity": job.entities(state), "relation": np.asarray(state.dense.params["relation"][0])}
     arrays |= {"entity_name": entities, "relation_name": relations} if len(entities) else {}
     with atomic_write(run.directory / "vectors.npz") as partial, open(partial, "wb") as file:
         np.savez(file, **arrays)

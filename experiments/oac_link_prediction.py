@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from main.cli import Run, command_line, grid, paired_interval, plot
+from main.cli import Run, command_line, grid, paired_interval, plot, refuse
 from main.graphs import GraphFlags, LinkRecorder, make_link_job, triples_of
 from main.run_dir import go_on_with
 from studies.oac_turns import PipelineWay, compare, turns_of
@@ -70,8 +70,8 @@ def arms_of(config: Config) -> list[Arm]:
     ['sync', 'async_window_4', 'async_window_16', 'oac']
     """
     found = []
-    for mode in config.modes:
-        windows = {"async": config.windows, "oac": (max(config.windows),)}.get(mode, (None,))
+    for mode in dict.fromkeys(config.modes):
+        windows = {"async": tuple(dict.fromkeys(config.windows)), "oac": (max(config.windows),)}.get(mode, (None,))
         for window in windows:
             found.append(Arm(f"{mode}_window_{window}" if len(windows) > 1 else mode, mode, window))
     return found
@@ -159,6 +159,7 @@ def draw(run: Run, config: Config) -> None:
 
 def main(config: Config) -> dict:
     """Train and rank what is missing, in every mode; return the contents of results.json."""
+    refuse({"--modes and --windows name at least one each.": not (config.modes and config.windows)})
     keep_memory()
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
         triples = triples_of(config)

@@ -27,8 +27,8 @@ class Batch(_BatchFields):
 
     Args:
       ids: {lookup: i32[B, ...]}, -1 for missing ids.
-      label: f32[B], or f32[B, ...] for several labels, or a tree of arrays [B, ...]; zeros if not given, for a loss
-        without labels.
+      label: f32[B], or f32[B, ...] for several labels, or a dict, also nested, of arrays [B, ...]; zeros if not given,
+        for a loss without labels.
       dense: f32[B, N]; f32[B, 0] if not given.
       weight: f32[B]; 1 each if not given.
 
@@ -43,7 +43,7 @@ class Batch(_BatchFields):
     def __new__(cls, ids: Array, label: Array = None, dense: Array = None, weight: Array = None) -> "Batch":
         """Fill in what is not given."""
         label = np.zeros(np.shape(next(iter(ids.values())))[:1], np.float32) if label is None else label
-        size = np.shape([*jax.tree.leaves(label), None][0])[:1]
+        size = np.shape([*jax.tree.leaves(label), None][0] if isinstance(label, dict) else label)[:1]
         dense = np.zeros((*size, 0), np.float32) if dense is None else dense
         weight = np.ones(size, np.float32) if weight is None else weight
         return super().__new__(cls, ids, label, dense, weight)

@@ -104,6 +104,20 @@ def test_every_sample_is_equally_likely(degree, fanout):
     assert (other.neighbour != layer.neighbour).any()
 
 
+def test_what_is_no_node_and_what_is_no_fanout_is_refused():
+    with pytest.raises(ValueError, match="end at 0 to 9, and there are 5"):
+        Neighbours.of(np.array([0, 9]), np.array([1, 2]), nodes=5)
+    for targets, fanouts, message in [
+        ([-1], (3,), "targets run from -1 to -1"),
+        ([60], (3,), "and there are 60 nodes"),
+        ([2**32], (3,), "run from 4294967296"),
+        ([1], (), "has no layer"),
+        ([1], (-2,), "fanout=-2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            NEIGHBOURS.sample(np.array(targets), fanouts)
+
+
 def test_ids_are_numbered_by_first_appearance():
     ids = np.random.default_rng(0).integers(-1, 40, 500).astype(np.int32)
     found, places = distinct(ids)
@@ -264,7 +278,7 @@ def test_nodes_are_classified_from_their_neighbours():
         ids, layers = stacked([neighbours.sample(targets, (8, 8), seed)], [(n, n), (n, n)])
         return Batch(ids, {"kind": kind[targets][None], "layers": layers}, weight=np.full(1, len(targets), np.float32))
 
-    task = Task(spec, loss, optax.adam(0.01), adagrad(0.05))
+    task = Task(spec, loss, optax.adam(0.01), adagrad(0.02))
     start = task.init(init_encoder(jax.random.key(0), (16, 16, classes)), "host")
     known, hidden = np.arange(n // 2, dtype=np.int32), np.arange(n // 2, n, dtype=np.int32)
     drawn = (rng.permutation(known)[:40] for _ in itertools.count())

@@ -16,7 +16,14 @@ from smoke import EXPERIMENTS, logged, smoke
 
 from jaxrec import Serial
 from jaxrec.data.triple_files import load_triples
-from jaxrec.data.triples import KnownTails, TripleBatches, both_directions, generate_power_law, generate_triples
+from jaxrec.data.triples import (
+    KnownTails,
+    TripleBatches,
+    Triples,
+    both_directions,
+    generate_power_law,
+    generate_triples,
+)
 from jaxrec.embedding import EmbeddingSpec, Lookup, Table, activations, adagrad, plan
 from jaxrec.models.link_prediction import (
     COMPLEX,
@@ -209,6 +216,14 @@ def test_known_tails_are_those_of_a_dictionary():
     assert len(tail) == sum(map(len, facts.values())) == len(known.tails)
 
 
+def test_the_tails_of_a_graph_of_freebases_size_are_known():
+    nodes, relations = 86_054_151, 14_824
+    moved = [part + np.array([nodes - 60, relations - 3, nodes - 60], np.int32) for part in GRAPH[:3]]
+    known = KnownTails.of(Triples(*moved, nodes, relations))
+    query, tail = known.pairs(moved[2][:, 0], moved[2][:, 1])
+    assert all(t in tail[query == i] for i, (_, _, t) in enumerate(moved[2].tolist()))
+
+
 # ---- files
 
 
@@ -237,6 +252,7 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
         ("0\n", "line 1: '0' is not the number of triples"),
         ("3\n0 1 2\n1 2 0\n", "line 1: '3' is not the number of triples, one on each of the 2 lines"),
         ("2\n0 1 2\n1 2\n", "line 3: '1 2' is not"),
+        ("2\n0 1 2\n1 \u00b2 0\n", "line 3: '1 . 0' is not"),
         ("2\n0 1 2\n1 -2 0\n", "line 3: '1 -2 0' is not"),
         ("2\n0 1 2\n1 99999999999999999999999 0\n", "line 3: '1 9+ 0' is not"),
     ],
@@ -244,6 +260,12 @@ def test_files_come_back_as_they_were_written(tmp_path, packed):
 def test_a_bad_file_is_refused_by_name_and_line(tmp_path, text, message):
     write(tmp_path, packed=False, valid=text)
     with pytest.raises(ValueError, match=f"valid2id.txt, {message}"):
+        load_triples(tmp_path)
+
+
+def test_ids_that_would_make_rows_for_nothing_are_refused(tmp_path):
+    write(tmp_path, packed=False, valid="1\n0 99999999 0\n")
+    with pytest.raises(ValueError, match=r"[0-9]+ triples have ids up to 99999999"):
         load_triples(tmp_path)
 
 
@@ -292,6 +314,9 @@ def test_one_table_is_split_by_its_seed(tmp_path):
     write_table(tmp_path / "edges.tsv", rows)
     found, again, other = (load_triples(tmp_path / "edges.tsv", seed) for seed in (1, 1, 2))
     assert [len(part) for part in found[1:3]] == [len(rows) // 20] * 2
+    write_table(tmp_path / "twice.tsv", np.concatenate([rows, rows[::-1]]))
+    twice = load_triples(tmp_path / "twice.tsv", 1)
+    jax.tree.map(np.testing.assert_array_equal, twice, found)
     order = lambda rows: sorted(map(tuple, rows.tolist()))
     assert order(np.concatenate(name_triples(found))) == order(rows)
     assert (found.test == again.test).all() and (found.test != other.test).any()
@@ -301,10 +326,36 @@ def test_one_table_is_split_by_its_seed(tmp_path):
 
 
 def test_a_bad_table_is_refused_by_name_and_line(tmp_path):
-    for text, message in [("", "is empty"), ("a\tb\tc\na b c\n", "line 2: 'a b c' is not head, relation and tail")]:
+    long = "x" * 1001
+    for text, message in [
+        ("", "is empty"),
+        ("a\tb\tc\na b c\n", "line 2: 'a b c' is not head, relation and tail"),
+        ("a\tb\tc\na\t \tc\n", r"line 2: .* is not head, relation and tail"),
+        (f"a\t{long}\tc\n", "has a name of 1001 characters"),
+    ]:
         (tmp_path / "edges.tsv").write_text(text)
-        with pytest.raises(ValueError, match=f"edges.tsv,? {message}"):
+        with pytest.raises(ValueError, match=rf"edges.tsv,? {message}"):
             load_triples(tmp_path / "edges.tsv")
+
+
+def test_names_are_read_without_a_mark_at_the_beginning_and_spaces_around(tmp_path):
+    plain, other = tmp_path / "plain.tsv", tmp_path / "other.tsv"
+    write_table(plain, np.concatenate(named()))
+    text = plain.read_text().replace("\t", " \t ").replace("\n", "\r\n")
+    other.write_bytes(("\ufeff" + text).encode())
+    jax.tree.map(np.testing.assert_array_equal, load_triples(plain), load_triples(other))
+
+
+def test_columns_of_numbers_keep_them_all_apart(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    large = [2**60 + i for i in range(40)]
+    columns = {"h": pyarrow.array(large, pyarrow.uint64()), "r": ["of"] * 40, "t": pyarrow.array(large[::-1])}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "edges.parquet")
+    found = load_triples(tmp_path / "edges.parquet")
+    assert found.entities == 40 and set(found.names[0]) == {str(i) for i in large}
+    parquet.write_table(pyarrow.table(columns | {"t": np.arange(40.0)}), tmp_path / "edges.parquet")
+    with pytest.raises(ValueError, match="edges.parquet has 3 columns, t of them floats"):
+        load_triples(tmp_path / "edges.parquet")
 
 
 # ---- batches
@@ -345,8 +396,11 @@ def test_negatives_by_degree_are_drawn_as_often_as_they_are_tails():
     popular, uniform = drawn[:, :4], drawn[:, 4:]
     assert set(popular.reshape(-1)) == {7, 8} and abs(np.mean(popular == 7) - 0.75) < 0.05
     assert len(set(uniform.reshape(-1))) == 60
-    with pytest.raises(ValueError, match="by_degree=1.5"):
-        TripleBatches(star, 60, 32, 10, by_degree=1.5)
+    for share, message in ((1.5, "must be a share"), (0.04, "of 10 negatives is none")):
+        with pytest.raises(ValueError, match=f"by_degree={share} {message}"):
+            TripleBatches(star, 60, 32, 10, by_degree=share)
+    with pytest.raises(ValueError, match="run from 0 to 59, and entities=59"):
+        TripleBatches(star, 59, 32, 10)
 
 
 @pytest.mark.parametrize("changed", [{"batch_size": 0}, {"negatives": 0}, {"groups": 5}, {"triples": GRAPH.train[:0]}])
@@ -441,7 +495,7 @@ def test_vectors_are_trained_ranked_and_exported_and_a_stopped_run_goes_on_bit_f
     common = "--path", tmp_path / "edges.tsv", "--epochs", 6, "--encoder", "graph_sage", "--fanout", 3, *flags
     found = smoke(tmp_path / "whole", "link_prediction", *common)
     vectors = dict(np.load(tmp_path / "whole" / "vectors.npz"))
-    assert vectors["entity"].shape == (60, 64) and vectors["relation"].shape == (6, 64)
+    assert vectors["entity"].shape == (60, 64) and vectors["relation"].shape == vectors["reciprocal"].shape == (3, 64)
     assert set(vectors["entity_name"]) == {f"e{i}" for i in range(60)} and found["test_mrr"] > 0.15
     other = tmp_path / "stopped"
     stop_after_a_line(("link_prediction", "--preset", "smoke", *common, "--workdir", other), other / "metrics.jsonl")

@@ -127,7 +127,7 @@ def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
 
 def _unrepaired(window, ring, traced, plans, records, number, floor):
     nothing, traced = traced.end_read()
-    return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing, traced
+    return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing[None], traced
 
 
 def _too_early(window, ring, traced, plans, number, floor):

@@ -2,9 +2,9 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from jaxrec.models.link_prediction import (
 from jaxrec.step import make_eval_step
 from jaxrec.task import Task
 from jaxrec.types import Batch, TrainState
-from main.cli import Flags, refuse, say
+from main.cli import Flags, refuse, say, unread
 
 ModelName = Literal["distmult", "complex", "transe", "rotate"]
 MODELS: dict[ModelName, Model] = {"distmult": DISTMULT, "complex": COMPLEX, "transe": TRANSE, "rotate": ROTATE}
@@ -123,19 +123,12 @@ def triples_of(config: GraphFlags) -> Triples:
     return load_triples(config.path, config.seed)
 
 
-class Batches(Protocol):
-    """Batches as a function of their index."""
-
-    def stream(self, start: int = 0, batches: int | None = None) -> Iterator[Batch]:
-        """Yield batches from `start` on."""
-
-
 class LinkJob(NamedTuple):
     """The parts of a run."""
 
     task: Task
     model: Model
-    batches: Batches
+    batches: TripleBatches | SubgraphBatches
     batch_size: int
     batches_per_epoch: int
     steps: int
@@ -161,10 +154,8 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
         {
             f"--groups {config.groups} must divide --batch-size {size.batch_size}.": size.batch_size % config.groups
             > 0,
-            f"--fanout {config.fanout} is for --encoder graph_sage: add that, or leave it out.": (
-                config.fanout is not None and not networked
-            ),
         }
+        | unread(config, {"--encoder graph_sage": (networked, ("layers", "fanout"))})
     )
     names = ("node",) if networked else ("head", "tail", "negative")
     lookups = {name: Lookup("entity") for name in names}
@@ -184,34 +175,37 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     start = initial_rows(relations, size.rank if phases else width, np.pi if phases else config.initial_scale, seed)
     params: dict = {"relation": start + np.float32(config.initial_relation)}
     loss, entities = make_loss(model, config.n3), lambda state: embedding_matrix(state.tables, "entity")
-    stream: Batches = batches
+    stream: TripleBatches | SubgraphBatches = batches
     if networked:
         params["encoder"] = init_encoder(jax.random.key(config.seed), [width] * (config.layers + 1))
         neighbours = Neighbours.of(triples.train[:, 0], triples.train[:, 2], triples.entities)
         fanouts = (config.fanout,) * config.layers
         loss, stream = make_link_loss(loss), SubgraphBatches(batches, neighbours, fanouts)
-        entities = Encoded(spec, neighbours, fanouts)
+        entities = encoder_of(spec, neighbours, fanouts)
     task = Task(spec, loss, optimizer, adagrad(rate))
     counts = batches.batch_size, batches.batches_per_epoch, steps
     return LinkJob(task, model, stream, *counts, params, entities, triples, KnownTails.of(triples))
 
 
-class Encoded:
-    """Vectors of all entities by a graph network, each from the same sample of its neighbours."""
+def encoder_of(
+    spec: EmbeddingSpec, neighbours: Neighbours, fanouts: tuple[int | None, ...]
+) -> Callable[[TrainState], np.ndarray]:
+    """Return the vectors f32[N, D] of all entities by a graph network, each from the same sample of its neighbours."""
+    step, nodes = (
+        make_eval_step(spec, lambda params, *given: encode(params["encoder"], *given)),
+        len(neighbours.starts) - 1,
+    )
 
-    def __init__(self, spec: EmbeddingSpec, neighbours: Neighbours, fanouts: tuple[int | None, ...]):
-        self.neighbours, self.fanouts = neighbours, fanouts
-        self.step = make_eval_step(spec, lambda params, *given: encode(params["encoder"], *given))
-
-    def __call__(self, state: TrainState) -> np.ndarray:
-        """Return f32[N, D]."""
-        found, nodes = [], len(self.neighbours.starts) - 1
+    def encoded(state):
+        found = []
         for first in range(0, nodes, _ENCODED_AT_ONCE):
             targets = np.arange(first, min(first + _ENCODED_AT_ONCE, nodes), dtype=np.int32)
-            ids, layers = stacked([self.neighbours.sample(targets, self.fanouts)])
-            vectors = self.step(state, Batch(ids, {"layers": layers}, weight=np.ones(1, np.float32)))
+            ids, layers = stacked([neighbours.sample(targets, fanouts)])
+            vectors = step(state, Batch(ids, {"layers": layers}, weight=np.ones(1, np.float32)))
             found.append(np.asarray(vectors)[0, : len(targets)])
         return np.concatenate(found)
+
+    return encoded
 
 
 class LinkRecorder:
@@ -223,9 +217,13 @@ class LinkRecorder:
       engine: Engine, whose rows are at rest when they are ranked.
       log: takes each epoch's row.
       name: of the run, in the progress bar and in each row as `mode`; none if empty.
+      past: what `so_far` of the run that goes on has given.
     """
 
-    def __init__(self, job: LinkJob, valid_triples: int, engine: Engine, log: Callable[[dict], None], name: str = ""):
+    def __init__(
+        self, job: LinkJob, valid_triples: int, engine: Engine, log: Callable[[dict], None], name: str = "",
+        past: dict[str, Any] | None = None,
+    ):  # fmt: skip
         self.job, self.engine, self.log, self.name = job, engine, log, name
         # A fixed seed: the same triples in every run.
         self.valid = np.random.default_rng(0).permutation(job.triples.valid)[:valid_triples]
@@ -233,9 +231,17 @@ class LinkRecorder:
         self.bar = tqdm(
             total=job.steps * job.batch_size, initial=done, unit="ex", unit_scale=True, disable=None, desc=name or None
         )
-        self.losses: list = []
-        self.seen_step = self.ranked_step = engine.step
-        self.seconds, self.since = 0.0, time.perf_counter()
+        past = past or {"losses": [], "ranked_step": engine.step, "seconds": 0.0, "seconds_of_epoch": 0.0}
+        self.losses: list = list(past["losses"])
+        self.seen_step, self.ranked_step = engine.step, past["ranked_step"]
+        self.seconds, self.since = past["seconds"], time.perf_counter() - past["seconds_of_epoch"]
+
+    def so_far(self) -> dict[str, Any]:
+        """Return what a run in the middle of an epoch has to save to go on, as JSON values."""
+        seconds, losses = time.perf_counter() - self.since, [float(loss) for loss in self.losses]
+        return {
+            "losses": losses, "ranked_step": self.ranked_step, "seconds": self.seconds, "seconds_of_epoch": seconds
+        }  # fmt: skip
 
     def show(self, info: StepInfo) -> None:
         """Advance the bar after a step; reads the loss only every 20 steps, so that the device can run ahead."""

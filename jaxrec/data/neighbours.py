@@ -57,10 +57,15 @@ class Neighbours:
     def of(cls, heads: np.ndarray, tails: np.ndarray, nodes: int) -> "Neighbours":
         """Collect the neighbours of N = `nodes` nodes from edges (head, tail), i32[M] each.
 
+        Raises:
+          ValueError: an end is none of the nodes.
+
         >>> Neighbours.of(np.array([0, 0]), np.array([1, 2]), nodes=4).nodes.tolist()
         [1, 2, 0, 0]
         """
         ends = np.concatenate([heads, tails])
+        if len(ends) and not 0 <= ends.min() <= ends.max() < nodes:
+            raise ValueError(f"edges end at {ends.min()} to {ends.max()}, and there are {nodes} nodes.")
         order = np.argsort(ends, kind="stable")
         starts = np.concatenate([[0], np.cumsum(np.bincount(ends, minlength=nodes))])
         return cls(starts, np.concatenate([tails, heads]).astype(np.int32)[order])
@@ -75,10 +80,21 @@ class Neighbours:
 
         Returns:
           Subgraph. Its targets are the first n nodes of each layer.
+
+        Raises:
+          ValueError: a target is no node of the graph; a fanout is negative, or there is none.
         """
+        if not fanouts:
+            raise ValueError("fanouts=() has no layer: give one for each, None for all neighbours.")
+        for fanout in fanouts:
+            whole_number("fanout", 0 if fanout is None else fanout, least=0)
+        if len(targets) and not 0 <= np.min(targets) <= np.max(targets) < len(self.starts) - 1:
+            raise ValueError(
+                f"targets run from {np.min(targets)} to {np.max(targets)}, and there are {len(self.starts) - 1} nodes."
+            )
         nodes, layers = np.ascontiguousarray(targets, np.int32), []
         for layer, fanout in enumerate(fanouts):
-            degree = np.diff(self.starts)[nodes]
+            degree = self.starts[nodes + 1] - self.starts[nodes]
             degree = degree if fanout is None else np.minimum(degree, fanout)
             bags = -(-degree // BAG)
             found = np.full((int(bags.sum()), BAG), -1, np.int32)

@@ -136,6 +136,13 @@ class TripleBatches:
                 f"{len(self.triples)} triples, {sizes}: need at least one of each, and groups that divide the batch."
             )
         real_number("by_degree", self.by_degree, "a share from 0 to 1", lambda share: 0 <= share <= 1)
+        if self.by_degree and not round(self.by_degree * self.negatives):
+            raise ValueError(
+                f"by_degree={self.by_degree} of {self.negatives} negatives is none: draw more of them, or give 0."
+            )
+        if not (0 <= self.triples[:, ::2].min() and self.triples[:, ::2].max() < self.entities):
+            ends = self.triples[:, ::2]
+            raise ValueError(f"heads and tails run from {ends.min()} to {ends.max()}, and entities={self.entities}.")
         if self.triples[:, 1].max() >= 2**24:
             raise ValueError(
                 f"relation {self.triples[:, 1].max()}: ids travel as float32, exact below 2**24: number them densely."
@@ -196,11 +203,13 @@ class KnownTails:
     def of(cls, triples: Triples) -> "KnownTails":
         """Collect the tails of train, valid and test, in both directions."""
         relations = 2 * triples.relations
-        both = both_directions(np.concatenate(triples[:3]), triples.relations).astype(np.int64)
-        pairs = np.unique((both[:, 0] * relations + both[:, 1]) * triples.entities + both[:, 2])
-        query, tails = np.divmod(pairs, triples.entities)
-        queries, starts = np.unique(query, return_index=True)
-        return cls(relations, queries, np.append(starts, len(tails)), tails.astype(np.int32))
+        head, relation, tail = both_directions(np.concatenate(triples[:3]), triples.relations).T
+        query = head.astype(np.int64) * relations + relation  # one key for all three would not fit for large graphs
+        order = np.lexsort((tail, query))
+        query, tail = query[order], tail[order]
+        new = np.append(True, (np.diff(query) != 0) | (np.diff(tail) != 0))[: len(query)]
+        queries, starts = np.unique(query[new], return_index=True)
+        return cls(relations, queries, np.append(starts, int(new.sum())), tail[new].astype(np.int32))
 
     def pairs(self, head: np.ndarray, relation: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """List the known tails of n queries.
@@ -220,7 +229,7 @@ class KnownTails:
         return query, self.tails[first + np.arange(len(query))]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2)  # of this epoch, and the next one, which is prefetched
 def _order(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return the order of an epoch, i64[n]; cached, since each of its batches needs it."""
     return np.random.default_rng([seed, _ORDER, epoch]).permutation(n)

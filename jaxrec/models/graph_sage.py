@@ -5,6 +5,8 @@ graph network as they train any other model. After Hamilton et al., NIPS 2017, a
 
     x_v' = act(W x_v + W_n mean {x_u : u in N(v)} + b)          without `act` in the last layer
 
+Vectors are not scaled to unit length, as Marius's are not.
+
 Legend: G subgraphs of a batch, n nodes of a layer, P bags of a layer, E width of the rows, D width of the vectors.
 """
 

@@ -85,7 +85,8 @@ def _minus_distance(query, tail):
 
 
 def _minus_distances(query, tail):
-    # By products, as [B, K, E] would take most of the step.
+    # By products, as [B, K, E] would take most of the step. Of rows much longer than their distance, that is inexact:
+    # by 4 % for a distance of 0.03 between rows of length 11.
     squared = jnp.sum(jnp.square(query), axis=-1)[:, None] + jnp.sum(jnp.square(tail), axis=-1)[None]
     return _minus_length(squared - 2 * _products(query, tail))
 
@@ -93,6 +94,16 @@ def _minus_distances(query, tail):
 def _minus_length(squared):
     # Rounding can make the square of a short one negative; the constant bounds the gradient there.
     return -jnp.sqrt(jnp.maximum(squared, 0) + 1e-6)
+
+
+@jax.checkpoint
+def _minus_moduli_of_one(query, tail):
+    return _minus_moduli(query[None], tail)
+
+
+def _minus_moduli_of_all(query, tail):
+    # Some queries at a time, and again for the gradient: [B, K, C] need not fit into memory.
+    return jax.lax.map(lambda one: _minus_moduli_of_one(one, tail), query, batch_size=16)
 
 
 def _minus_moduli(query, tail):
@@ -107,7 +118,7 @@ COMPLEX = Model(_complex_query, _product, _products, _complex_cube)
 # s = -|h + r - t|_2 (Bordes et al., NIPS 2013)
 TRANSE = Model(lambda head, relation: head + relation, _minus_distance, _minus_distances, _real_cube)
 # s = -sum_i |h_i exp(i r_i) - t_i|, r_i a phase (Sun et al., arXiv 1902.10197)
-ROTATE = Model(_rotated, _minus_moduli, lambda query, tail: _minus_moduli(query[:, None], tail[None]), _complex_cube)
+ROTATE = Model(_rotated, _minus_moduli, _minus_moduli_of_all, _complex_cube)
 
 
 def score(model: Model, head: jax.Array, relation: jax.Array, tail: jax.Array) -> jax.Array:
