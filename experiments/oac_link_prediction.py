@@ -49,8 +49,8 @@ class Config(GraphFlags):
     windows: tuple[int, ...] = (8,)
     """Batches in flight: async is trained with each of these, oac with the largest."""
     seeds: int = 1
-    rounds: int = 0
-    """Timed rounds of each mode; 0 takes the preset's number."""
+    rounds: int | None = None
+    """Timed rounds of each mode, 0 for none; by default the preset's number."""
     resume: bool = False
     """Resume the run in --workdir."""
 
@@ -172,7 +172,8 @@ def main(config: Config) -> dict:
                         train_arm(dataclasses.replace(config, seed=seed), triples, run, arm, asked)
                 except Stopped as stopped:
                     raise Stopped(stopped.signal, f"stopped; {go_on_with(run)}") from None
-        results: dict = {"link": "none: host tables beside the compute"} | rates(config, triples)
+        results: dict = {"link": "none: host tables beside the compute"}
+        results |= {} if config.rounds == 0 else rates(config, triples)
         results |= summary(config, run.metrics())
         names = [arm.name for arm in arms_of(config)]
         columns: dict = {"examples/s": "examples_per_s_{}", "over sync": "{}_over_sync", "test MRR": "test_mrr_{}"}
