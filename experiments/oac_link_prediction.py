@@ -49,8 +49,10 @@ class Config(GraphFlags):
     windows: tuple[int, ...] = (8,)
     """Batches in flight: async is trained with each of these, oac with the largest."""
     seeds: int = 1
-    rounds: int | None = None
-    """Timed rounds of each mode, 0 for none; by default the preset's number."""
+    rounds: int = 0
+    """Timed rounds of each mode; 0 takes the preset's number."""
+    rates: bool = True
+    """Also time all modes in turns."""
     resume: bool = False
     """Resume the run in --workdir."""
 
@@ -77,7 +79,7 @@ def arms_of(config: Config) -> list[Arm]:
     return found
 
 
-def rates(config: Config, triples: Triples) -> dict:
+def measured_rates(config: Config, triples: Triples) -> dict:
     """Examples per second of all arms, interleaved over the same tables, and their ratios within a round."""
     job = make_link_job(config, triples)
     rounds, counted = (2, 4) if config.preset == "smoke" else (24, 20)
@@ -173,7 +175,7 @@ def main(config: Config) -> dict:
                 except Stopped as stopped:
                     raise Stopped(stopped.signal, f"stopped; {go_on_with(run)}") from None
         results: dict = {"link": "none: host tables beside the compute"}
-        results |= {} if config.rounds == 0 else rates(config, triples)
+        results |= measured_rates(config, triples) if config.rates else {}
         results |= summary(config, run.metrics())
         names = [arm.name for arm in arms_of(config)]
         columns: dict = {"examples/s": "examples_per_s_{}", "over sync": "{}_over_sync", "test MRR": "test_mrr_{}"}

@@ -23,8 +23,10 @@ from main.report import listing
 from main.signals import EXPERIMENTS, say
 
 BEST = "best"  # directory of the image of a run's best state, and the key of its figures in that image
-# Flags, on resume; --metric and --vary are of sweep.py.
-_MAY_CHANGE = {"workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary", "tensorboard"}
+# Flags, on resume; --metric and --vary are of sweep.py, --rates of oac_link_prediction.py.
+_MAY_CHANGE = {
+    "workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary", "tensorboard", "rates",
+}  # fmt: skip
 _VERSIONS = (
     "jaxrec", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu",
 )  # fmt: skip
