@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,27 @@ def test_batches_are_a_function_of_their_index_and_hold_the_triples():
         jax.tree.structure(b).num_leaves and tuple(x.shape for x in jax.tree.leaves(b)) for b in batches.stream(0, n)
     }
     assert len(shapes) < 4
+
+
+def test_each_batch_and_each_seed_draws_its_own_neighbours():
+    _, batches = job(fanouts=(2,))
+    triples = batches.triples
+    always = lambda seed: types.SimpleNamespace(groups=4, seed=seed, batch=lambda index: triples.batch(0))
+    drawn = lambda seed, index: SubgraphBatches(always(seed), NEIGHBOURS, (2,)).batch(index).ids["neighbour"]
+    assert (drawn(0, 0) == drawn(0, 0)).all()
+    assert (drawn(0, 0) != drawn(0, 1)).any() and (drawn(0, 0) != drawn(1, 0)).any()
+
+
+def test_the_loss_of_a_padded_batch_is_the_mean_over_its_examples():
+    task, batches = job(fanouts=(None,), groups=1)
+    last = batches.batch(batches.triples.batches_per_epoch - 1)
+    real = int(last.weight[0])
+    of_each = ("head", "tail", "relation", "weight")
+    label = last.label | {name: last.label[name][:, :real] for name in of_each}
+    assert 0 < real < 64 and label["weight"].all()
+    loss = make_link_loss(make_loss(DISTMULT))
+    step, state = make_eval_step(task.spec, lambda *given: loss(*given)), task.init(params(1), "host")
+    np.testing.assert_allclose(step(state, last), step(state, last._replace(label=label)), rtol=1e-5)
 
 
 def test_padding_counts_for_nothing():
