@@ -3,8 +3,6 @@
 Legend: R replicas, D devices per replica, S shards (a multiple of R * D).
 """
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -126,14 +124,6 @@ def shardings(tree_of_specs, mesh):
         tree_of_specs,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
-
-
-def over_mesh(function: Callable, mesh: jax.sharding.Mesh, in_specs, out_specs) -> Callable:
-    """Map a function over a mesh by `jax.shard_map`; on one device it is the function itself, without axes.
-
-    A collective of one device copies its operand on a CPU.
-    """
-    return function if mesh.size == 1 else jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def device_index():

@@ -34,7 +34,6 @@ from jaxrec.sharding import (
     SPLIT,
     as_mesh,
     check_split,
-    over_mesh,
     plan_specs,
     put_on_mesh,
     replicate,
@@ -272,9 +271,7 @@ def make_eval_step(
     of_plans, (read_rows, _) = plan_specs(spec.stacks), device_operations(spec, mesh)
 
     def predicted(params, rows, plans, batch):  # of a device, for its part of the examples
-        values = {name: stack_rows.value for name, stack_rows in rows.items()}
-        if mesh.size > 1:
-            values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
+        values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
         with naming_lookups(spec.lookups):
             found = predict(params, activations(spec, values, plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
@@ -283,7 +280,7 @@ def make_eval_step(
         return found
 
     in_specs = (EVERYWHERE, SPLIT, of_plans, BATCH)
-    mapped = over_mesh(predicted, mesh, in_specs, SPLIT)
+    mapped = jax.shard_map(predicted, mesh=mesh, in_specs=in_specs, out_specs=SPLIT)
 
     # `source`: traced tables, whose rows are read in the same program, or rows.
     def on_source(params, source, plans, batch):

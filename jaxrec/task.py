@@ -25,7 +25,6 @@ from jaxrec.sharding import (
     as_mesh,
     check_split,
     mesh_of,
-    over_mesh,
     plan_specs,
     shardings,
 )
@@ -189,17 +188,16 @@ class Task:
           dense', rows', metrics.
         """
 
-        mesh = as_mesh(self.mesh)
-
         def local(dense, rows, plans, batch):
             new, rows, metrics = update(
                 without_replica(dense), rows, plans, batch, spec=self.spec, loss=self.loss, optimizer=self.optimizer,
-                row_optimizer=self.row_optimizer, sharded=mesh.size > 1, seed=self.seed,
+                row_optimizer=self.row_optimizer, sharded=True, seed=self.seed,
             )  # fmt: skip
             return with_replica(new), rows, metrics
 
-        in_specs, out_specs = (_DENSE, SPLIT, plan_specs(self.spec.stacks), BATCH), (_DENSE, SPLIT, EVERYWHERE)
-        return over_mesh(local, mesh, in_specs, out_specs)(dense, rows, plans, batch)
+        in_specs = (_DENSE, SPLIT, plan_specs(self.spec.stacks), BATCH)
+        mapped = jax.shard_map(local, mesh=as_mesh(self.mesh), in_specs=in_specs, out_specs=(_DENSE, SPLIT, EVERYWHERE))
+        return mapped(dense, rows, plans, batch)
 
     def eval_step(self, predict: Callable) -> Callable:
         """Make the evaluation step over the mesh of the task, see `make_eval_step`."""

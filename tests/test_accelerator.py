@@ -228,10 +228,10 @@ def test_all_parts_keep_the_time_that_is_lent(tmp_path, monkeypatch):
         on_accelerator, "run_part", lambda name, command, out, seconds: not minutes.append(seconds / 60)
     )
     on_accelerator.main(on_accelerator.flags(["--out", str(tmp_path)]))
-    assert sum(minutes) <= 40 and max(minutes) <= 8
+    assert sum(minutes) <= 45 and max(minutes) <= 8
     minutes.clear()
     on_accelerator.main(on_accelerator.flags(["--out", str(tmp_path), "--minutes-per-part", "0.5"]))
-    assert minutes == [0.5] * 8
+    assert minutes == [0.5] * len(on_accelerator.PARTS)
     for line in on_accelerator.__doc__.splitlines():  # for a machine with ten minutes a command
         if "--out $OUT" in line:
             parts = line.partition("on_accelerator.py")[2].partition("--out")[0].split()

@@ -172,17 +172,6 @@ def test_the_step_compiles_once():
     assert len(traced) == first == 1
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_on_one_device_no_program_has_a_collective(devices):
-    task, batch = task_on(devices), batch_of(0)
-    state, plans = fresh(task), plan(SPEC, batch.ids, CAPACITY)
-    whole = jax.jit(lambda *given: task.step(*given)).lower(state, batch, plans)
-    of_rows = jax.jit(task.checked_update).lower(state.dense, state.tables.read(plans), plans, batch)
-    for program in (whole, of_rows):
-        found = re.findall(r"all-gather|all-reduce|reduce-scatter|all-to-all", program.compile().as_text())
-        assert bool(found) == (devices > 1)
-
-
 def test_no_gradient_has_the_size_of_a_table():
     spec = EmbeddingSpec({"t": Table(123_457, 8)}, {"t": Lookup("t")}, shards=1)
     tables = DeviceTables.create(spec, sgd(0.1), jaxrec.make_mesh())
