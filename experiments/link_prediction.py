@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 from main.cli import Run, belongs, command_line, plot, refuse
-from main.engines import Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
+from main.engines import PipelineKind, engines_over
 from main.graphs import GraphFlags, LinkJob, LinkRecorder, make_link_job, triples_of
 from main.run_dir import go_on_with
 
@@ -57,22 +57,16 @@ def engine_of(config: Config, job: LinkJob, state: TrainState) -> Engine:
     """Return the engine that the flags choose."""
     if config.workers > 1:
         return FreeTrainers(job.task, state, stretch_steps=job.batches_per_epoch, workers=config.workers)
-    if config.pipeline == "none":
-        return InTurn().engine(job.task, state)
-    if config.tables == "pinned":
-        return Overlapped(window=config.window).engine(job.task, state)
-    if config.pipeline in ("async", "oac"):
-        return Asynchronous(config.pipeline, config.window).engine(job.task, state)
-    return Synchronous(config.pipeline).engine(job.task, state)
+    window: dict[str, Any] = {"window": config.window} if config.pipeline in ("async", "oac") else {}
+    return engines_over(config.tables)[config.pipeline](config.pipeline, **window).engine(job.task, state)
 
 
 def check(config: Config) -> None:
     """Refuse flags that contradict each other."""
-    kinds = {"host": ("sync", "semisync", "async", "oac"), "pinned": ("oac",)}.get(config.tables, ())
     refuse(
         {
             belongs("pipeline", config.pipeline, "--tables host or, with oac, pinned"): (
-                config.pipeline not in ("none", *kinds)
+                config.pipeline not in engines_over(config.tables)
             ),
             belongs("window", config.window, "--pipeline async or oac"): (
                 config.window != 2 and config.pipeline not in ("async", "oac")
@@ -95,14 +89,16 @@ def saved(run: Run, state: TrainState) -> tuple[TrainState, dict[str, Any] | Non
     rows = [row for row in run.metrics() if row["step"] <= step]
     run.rewrite_metrics(rows)
     if rows and past is None:  # saved at the end of an epoch
-        past = {"losses": [], "ranked_step": step, "seconds": rows[-1]["train_seconds"], "seconds_of_epoch": 0.0}
+        past = {"seconds": rows[-1]["train_seconds"]}
     return state, past
 
 
 def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
     """Train to the end, or until asked to stop; return the contents of results.json."""
-    # Of its engine: free trainers save more than a task has made.
-    state, past = saved(run, engine_of(config, job, job.task.init(job.params, config.tables)).state)
+    state = job.task.init(job.params, config.tables)
+    if config.workers > 1:  # free trainers save more than a state
+        state = engine_of(config, job, state).state
+    state, past = saved(run, state)
     saves = Checkpointer(run.directory / "checkpoints", run=run.id, every_steps=job.batches_per_epoch)
 
     def stop(info: StepInfo) -> None:

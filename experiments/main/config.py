@@ -26,7 +26,7 @@ import tyro
 
 from main.cli import belongs, refuse, refuse_small
 from main.click_data import ClickJob, Data
-from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous
+from main.engines import OAC, Asynchronous, InTurn, Overlapped, PipelineKind, Synchronous, engines_over
 from main.homes import Devices, HomeKind, Host, ReplacedServers, Servers
 from main.learning import Learning
 from main.model import OF_SEVERAL_LABELS, is_own
@@ -215,12 +215,7 @@ class Kinds:
 
     def parts(self) -> dict[str, Any]:
         """Return the parts that they choose, with their defaults."""
-        by_host, free = self.tables in ("host", "remote"), self.free
-        engines: dict[str, type[InTurn]] = {"none": InTurn}
-        if by_host:
-            engines |= {"sync": Synchronous, "semisync": Synchronous, "async": Asynchronous, "oac": OAC}
-        elif self.tables == "pinned":
-            engines["oac"] = Overlapped
+        engines, free = engines_over(self.tables), self.free
         refuse(
             {
                 belongs("pipeline", self.pipeline, "--tables host, remote or, with oac, pinned"): (

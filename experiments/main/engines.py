@@ -91,3 +91,17 @@ class OAC(Asynchronous):
     def figures(self, engine) -> dict[str, float]:
         counters = engine.counters
         return {"stale_share": counters["stale_rows"] / max(counters["rows"], 1)}
+
+
+def engines_over(tables: str | None) -> dict[PipelineKind, type[InTurn]]:
+    """Return the engines that `--pipeline` chooses from over tables of a kind.
+
+    >>> list(engines_over("pinned"))
+    ['none', 'oac']
+    """
+    engines: dict[PipelineKind, type[InTurn]] = {"none": InTurn}
+    if tables in ("host", "remote"):
+        engines |= {"sync": Synchronous, "semisync": Synchronous, "async": Asynchronous, "oac": OAC}
+    elif tables == "pinned":
+        engines["oac"] = Overlapped
+    return engines

@@ -151,10 +151,7 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     is_complex, networked = model in (COMPLEX, ROTATE), config.encoder == "graph_sage"
     width = size.rank * (2 if is_complex else 1)
     refuse(
-        {
-            f"--groups {config.groups} must divide --batch-size {size.batch_size}.": size.batch_size % config.groups
-            > 0,
-        }
+        {f"--groups {config.groups} must divide --batch-size {size.batch_size}.": bool(size.batch_size % config.groups)}
         | unread(config, {"--encoder graph_sage": (networked, ("layers", "fanout"))})
     )
     names = ("node",) if networked else ("head", "tail", "negative")
@@ -191,10 +188,8 @@ def encoder_of(
     spec: EmbeddingSpec, neighbours: Neighbours, fanouts: tuple[int | None, ...]
 ) -> Callable[[TrainState], np.ndarray]:
     """Return the vectors f32[N, D] of all entities by a graph network, each from the same sample of its neighbours."""
-    step, nodes = (
-        make_eval_step(spec, lambda params, *given: encode(params["encoder"], *given)),
-        len(neighbours.starts) - 1,
-    )
+    step = make_eval_step(spec, lambda params, *given: encode(params["encoder"], *given))
+    nodes = len(neighbours.starts) - 1
 
     def encoded(state):
         found = []
@@ -217,7 +212,7 @@ class LinkRecorder:
       engine: Engine, whose rows are at rest when they are ranked.
       log: takes each epoch's row.
       name: of the run, in the progress bar and in each row as `mode`; none if empty.
-      past: what `so_far` of the run that goes on has given.
+      past: what `so_far` of the run that goes on has given; at the start of an epoch its `seconds` are enough.
     """
 
     def __init__(
@@ -231,7 +226,8 @@ class LinkRecorder:
         self.bar = tqdm(
             total=job.steps * job.batch_size, initial=done, unit="ex", unit_scale=True, disable=None, desc=name or None
         )
-        past = past or {"losses": [], "ranked_step": engine.step, "seconds": 0.0, "seconds_of_epoch": 0.0}
+        none: dict[str, Any] = {"losses": [], "ranked_step": engine.step, "seconds": 0.0, "seconds_of_epoch": 0.0}
+        past = none | (past or {})
         self.losses: list = list(past["losses"])
         self.seen_step, self.ranked_step = engine.step, past["ranked_step"]
         self.seconds, self.since = past["seconds"], time.perf_counter() - past["seconds_of_epoch"]

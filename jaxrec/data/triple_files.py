@@ -47,9 +47,9 @@ def load_triples(path: Path | str, seed: int = 0) -> Triples:
             raise ValueError(f"{path} has {len(rows)} distinct triples, too few to split: give at least 20.")
         train, valid, test = np.split(order, [len(order) - 2 * held_out, len(order) - held_out])
         return found._replace(train=found.train[train], valid=found.train[valid], test=found.train[test])
-    if tables := _find(path, {split: [f"{split}{ending}" for ending in _TABLES] for split in _SPLITS}):
+    if tables := _find(path, [[f"{split}{ending}" for ending in _TABLES] for split in _SPLITS]):
         return _numbered([_columns(table) for table in tables])
-    files = _find(path, {split: [f"{split}2id.txt.gz", f"{split}2id.txt"] for split in _SPLITS})
+    files = _find(path, [[f"{split}2id.txt.gz", f"{split}2id.txt"] for split in _SPLITS])
     if not files:
         raise ValueError(
             f"{path} holds neither OpenKE's train2id.txt, valid2id.txt and test2id.txt (.gz), nor tables train, valid "
@@ -67,14 +67,12 @@ def load_triples(path: Path | str, seed: int = 0) -> Triples:
 
 def _find(directory, names_of):
     """Return one existing file of each split; [] if a split has none."""
-    found = [
-        next((directory / name for name in names if (directory / name).is_file()), None) for names in names_of.values()
-    ]
+    found = [next((directory / name for name in names if (directory / name).is_file()), None) for names in names_of]
     return [] if None in found else found
 
 
 def _numbered(parts):
-    """Number the names of tables of three columns, which are all numbers or all texts."""
+    """Number the names of tables of three columns, objects."""
     heads, relations, tails = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     entities, ids = np.unique(np.concatenate([heads, tails]), return_inverse=True)
     kinds, relation = np.unique(relations, return_inverse=True)
