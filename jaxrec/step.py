@@ -84,7 +84,8 @@ def update(
         signatures.
       optimizer: optax.GradientTransformation for the dense parameters.
       row_optimizer: RowOptimizer.
-      sharded: True inside a shard_map over the mesh (replica, data).
+      sharded: True inside a shard_map over a mesh (replica, data) of several devices, whose gradients and metrics are
+        then combined.
       seed: seed of the key passed to the loss as `rng`; None for a loss without `rng`.
 
     Returns:
@@ -271,7 +272,9 @@ def make_eval_step(
     of_plans, (read_rows, _) = plan_specs(spec.stacks), device_operations(spec, mesh)
 
     def predicted(params, rows, plans, batch):  # of a device, for its part of the examples
-        values = {name: jax.lax.all_gather(stack_rows.value, AXES, tiled=True) for name, stack_rows in rows.items()}
+        values = {name: stack_rows.value for name, stack_rows in rows.items()}
+        if mesh.size > 1:
+            values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
         with naming_lookups(spec.lookups):
             found = predict(params, activations(spec, values, plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models

@@ -188,15 +188,21 @@ class Task:
           dense', rows', metrics.
         """
 
+        mesh = as_mesh(self.mesh)
+        # One device has nothing to combine, and XLA would keep the collectives as copies of all rows. The shard_map
+        # stays, as a loss may use the axes of the mesh.
+        several = mesh.size > 1
+
         def local(dense, rows, plans, batch):
             new, rows, metrics = update(
                 without_replica(dense), rows, plans, batch, spec=self.spec, loss=self.loss, optimizer=self.optimizer,
-                row_optimizer=self.row_optimizer, sharded=True, seed=self.seed,
+                row_optimizer=self.row_optimizer, sharded=several, seed=self.seed,
             )  # fmt: skip
             return with_replica(new), rows, metrics
 
         in_specs = (_DENSE, SPLIT, plan_specs(self.spec.stacks), BATCH)
-        mapped = jax.shard_map(local, mesh=as_mesh(self.mesh), in_specs=in_specs, out_specs=(_DENSE, SPLIT, EVERYWHERE))
+        out_specs = (_DENSE, SPLIT, EVERYWHERE)
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=several)
         return mapped(dense, rows, plans, batch)
 
     def eval_step(self, predict: Callable) -> Callable:

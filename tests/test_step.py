@@ -172,6 +172,29 @@ def test_the_step_compiles_once():
     assert len(traced) == first == 1
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_on_one_device_has_no_collective(devices):
+    """XLA keeps them as copies of all rows; two devices are the negative control."""
+
+    def all_at_once(params, activations, batch, *, rng):
+        per_example = loss(params, activations, batch)
+        return per_example, {"drawn": jax.random.uniform(rng), "loss_again": per_example}, {"bias": params["bias"] + 1}
+
+    task, batch = dataclasses.replace(task_on(devices), loss=all_at_once, seed=0), batch_of(0)
+    state, plans = fresh(task), plan(SPEC, batch.ids)
+    rows = state.tables.read(plans)
+    evaluation = task.eval_step(lambda params, activations, batch: loss(params, activations, batch))
+    programs = {
+        "update": (task.checked_update, state.dense, rows, plans, batch),  # of every home
+        "step": (task.step, state, batch, plans),
+        "evaluation": (evaluation, state, batch, plans),
+    }
+    collective = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)[-(]")
+    for name, (program, *arguments) in programs.items():
+        text = jax.jit(program).lower(*arguments).compile().as_text()
+        assert bool(collective.search(text)) == (devices > 1), name
+
+
 def test_no_gradient_has_the_size_of_a_table():
     spec = EmbeddingSpec({"t": Table(123_457, 8)}, {"t": Lookup("t")}, shards=1)
     tables = DeviceTables.create(spec, sgd(0.1), jaxrec.make_mesh())
