@@ -14,8 +14,8 @@ import functools
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,7 @@ from jaxrec.embedding import kernels
 from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
 from jaxrec.embedding.tables import (
     RowIds,
+    aligned_empty,
     check_parts,
     chosen_shards,
     empty_parts,
@@ -195,6 +196,29 @@ def _row_bytes(part: Part) -> int:
 
 
 _THREADS = 4  # threads that copy rows while training waits for a save
+_MUCH = 4 << 20  # bytes from which on threads copy faster than the thread that waits
+
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor | None:
+    """Return the threads that copy rows of a batch, or None on a single core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ThreadPoolExecutor(cores, "rows") if cores > 1 else None
+
+
+def _for_each(copy: Callable[[int], None], shards: Sequence[int], arrays: Iterable[np.ndarray]) -> None:
+    """Call copy(shard) for each shard, in threads if the arrays are large, as one core leaves a memory idle."""
+    pool = _copiers() if sum(array.nbytes for array in arrays) >= _MUCH else None
+    if pool is None:
+        for shard in shards:
+            copy(shard)
+        return
+    copies = [pool.submit(copy, shard) for shard in shards]
+    try:
+        for done in copies:
+            done.result()
+    finally:
+        wait(copies)  # after Ctrl-C too: nothing is written behind the caller's back
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -302,13 +326,14 @@ class HostTables(PutCounts):
         return {name: self._read_stack(name, *used_rows(self, name, plan)) for name, plan in plans.items()}
 
     def _read_stack(self, name, unique, count):
-        out = {}
-        for part, table in self.shards[name][0].items():
-            # Never reuse these buffers: jax may alias them (jax#37830).
-            out[part] = np.empty((*unique.shape, table.shape[1]), np.float32)
-        for shard, tables in enumerate(self.shards[name]):
-            for part, table in tables.items():
+        # Never reuse these buffers: jax may alias them (jax#37830).
+        out = {part: aligned_empty((*unique.shape, table.shape[1])) for part, table in self.shards[name][0].items()}
+
+        def gather(shard):
+            for part, table in self.shards[name][shard].items():
                 kernels.gather(table, unique[shard], self.spec.shards, count[shard], out[part][shard])
+
+        _for_each(gather, range(self.spec.shards), out.values())
         return Rows(out.pop("value"), out)
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows], shards: Sequence[int] | None = None) -> Self:
@@ -316,12 +341,17 @@ class HostTables(PutCounts):
         work = [
             (name, *used_rows(self, name, plan), parts_on_host(self, name, plan, rows)) for name, plan in plans.items()
         ]
-        for shard in chosen_shards(self.spec, shards):
+
+        def scatter(shard):
             self.puts[shard, 0] += 1
             for name, unique, count, values in work:
                 for part, table in self.shards[name][shard].items():
                     kernels.scatter(table, unique[shard], self.spec.shards, count[shard], values[part][shard])
             self.puts[shard, 1] += 1
+
+        _for_each(
+            scatter, chosen_shards(self.spec, shards), (array for *_, values in work for array in values.values())
+        )
         return self
 
     def add(

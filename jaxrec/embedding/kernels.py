@@ -10,7 +10,7 @@ _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
 @_compiled
-def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, position):
+def number_rows(ids, hots, offset, limit, shards, entries, unique, count, position):
     """Number the rows of one lookup by first appearance, shard by shard, adding to an open-addressing hash table.
 
     Args:
@@ -18,17 +18,18 @@ def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, po
       hots: H, ids of a bag.
       offset, limit: i32[F], first row and number of rows of the table of each column.
       shards: S.
-      keys, ranks: i32[power of two >= 2 N], the hash table; empty keys are -1.
+      entries: i64[power of two], the hash table of row * 2**32 + rank, -1 where empty.
       unique: i32[S, N], rows found so far.
       count: i32[S], number of rows found so far.
       position: i64[N], output: shard * 2**32 + rank, or -1 if missing.
 
     Returns:
-      Number of ids outside their table.
+      Number of ids outside their table; -1 if more than half of the hash table would be full: take a larger one.
     """
-    mask = keys.shape[0] - 1
-    columns = offset.shape[0]
-    invalid = 0
+    # Unsigned, as numba would test each index for a negative one.
+    mask, most = np.uint64(entries.shape[0] - 1), entries.shape[0] // 2
+    columns, unsigned_shards = offset.shape[0], np.uint32(shards)
+    invalid, used = 0, count.sum()
     column, hot = 0, 0
     for i in range(ids.shape[0]):
         given = ids[i]
@@ -36,18 +37,23 @@ def number_rows(ids, hots, offset, limit, shards, keys, ranks, unique, count, po
             position[i] = -1
             invalid += given != -1
         else:
-            row = given + offset[column]
+            row = np.uint32(given + offset[column])
             # Fibonacci hashing; the high bits are the well-mixed ones.
-            place = ((np.uint32(row) * np.uint32(2654435769)) >> np.uint32(7)) & mask
-            while keys[place] != row and keys[place] != -1:
-                place = (place + 1) & mask
-            shard = row % shards
-            if keys[place] == -1:
-                keys[place] = row
-                ranks[place] = count[shard]
+            place = np.uint64((row * np.uint32(2654435769)) >> np.uint32(7)) & mask
+            entry = entries[place]
+            while entry != -1 and np.uint32(entry >> 32) != row:
+                place = (place + np.uint64(1)) & mask
+                entry = entries[place]
+            shard = np.int64(row % unsigned_shards)
+            if entry == -1:
+                if used == most:
+                    return -1
+                used += 1
+                entry = np.int64(row) << 32 | np.int64(count[shard])
+                entries[place] = entry
                 unique[shard, count[shard]] = row
                 count[shard] += 1
-            position[i] = (np.int64(shard) << 32) | np.int64(ranks[place])
+            position[i] = shard << 32 | (entry & 0xFFFFFFFF)
         hot += 1
         if hot == hots:
             hot = 0

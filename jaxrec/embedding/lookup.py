@@ -139,7 +139,7 @@ def _plan_on_devices(spec, ids, capacity, mesh):
 
 
 def host_plan(spec: EmbeddingSpec, ids: Mapping[str, np.ndarray], capacity=None) -> dict[str, Plan]:
-    """Number the rows of a batch by first appearance, shard by shard, in one pass with a hash table of 2 N entries.
+    """Number the rows of a batch by first appearance, shard by shard, in one pass with a hash table.
 
     Stateless, so any number of threads can plan at once; bitwise equal to `device_plan`.
 
@@ -169,18 +169,12 @@ def _as_int32(ids):
 
 def _plan_stack(spec, name, lookups, capacity):
     stack, n = spec.stacks[name], sum(array.size for array in lookups.values())
-    keys = np.full(1 << (2 * n).bit_length(), -1, np.int32)
-    ranks = np.empty_like(keys)
-    found = np.empty((stack.shards, n), np.int32)
-    count = np.zeros(stack.shards, np.int32)
-    positions, invalid = {}, 0
-    for key, array in lookups.items():
-        positions[key] = np.empty(array.size, np.int64)
-        offset, limit = spec.columns_of(key, name)
-        invalid += kernels.number_rows(
-            array.reshape(-1), spec.lookups[key].hots, offset, limit, stack.shards,
-            keys, ranks, found, count, positions[key],
-        )  # fmt: skip
+    positions = {key: np.empty(array.size, np.int64) for key, array in lookups.items()}
+    # A hash table for as many rows as are expected: bags repeat their ids, and one for all of them leaves the caches.
+    numbered = (
+        None if capacity is None else _number_rows(spec, name, lookups, min(n, stack.shards * capacity), positions)
+    )
+    found, count, invalid = numbered or _number_rows(spec, name, lookups, n, positions)
     capacity = max(1, int(count.max(initial=0))) if capacity is None else capacity
     unique = np.full((stack.shards, capacity), stack.rows, np.int32)
     for shard, used in enumerate(np.minimum(count, capacity)):
@@ -190,6 +184,22 @@ def _plan_stack(spec, name, lookups, capacity):
         inverse[key] = np.empty(array.shape, np.int32)
         kernels.flatten_positions(positions[key], capacity, stack.shards * capacity, inverse[key].reshape(-1))
     return Plan(unique, inverse, count, np.int32(invalid))
+
+
+def _number_rows(spec, name, lookups, rows, positions):
+    """Fill the positions; return found i32[S, N], count i32[S] and the number of invalid ids, None if rows are more."""
+    shards, n = spec.stacks[name].shards, sum(array.size for array in lookups.values())
+    entries = np.full(1 << (2 * rows).bit_length(), -1, np.int64)
+    found, count, invalid = np.empty((shards, n), np.int32), np.zeros(shards, np.int32), 0
+    for key, array in lookups.items():
+        outside = kernels.number_rows(
+            array.reshape(-1), spec.lookups[key].hots, *spec.columns_of(key, name), shards,
+            entries, found, count, positions[key],
+        )  # fmt: skip
+        if outside < 0:
+            return None
+        invalid += outside
+    return found, count, invalid
 
 
 def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np.ndarray]) -> bool:

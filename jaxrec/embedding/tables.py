@@ -5,6 +5,7 @@ Initial rows are an integer hash of (seed, row, column), so that any row can be 
 Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, n selected rows.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxrec.embedding.spec import EmbeddingSpec, Layout, Stack
 from jaxrec.types import Array, Part, Plan, Rows
 
 _GOLDEN = 0x9E3779B9
+_ALIGNMENT = 64  # bytes
 
 
 def mix(h):
@@ -215,6 +217,14 @@ def fitting_parts(layout: Layout, name: str, plan: Plan, rows: Rows) -> dict[str
 def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows]) -> dict[str, np.ndarray]:
     """`fitting_parts` as numpy arrays."""
     return {part: np.asarray(array) for part, array in fitting_parts(tables.layout, name, plan, rows[name]).items()}
+
+
+def aligned_empty(shape: Sequence[int]) -> np.ndarray:
+    """Allocate f32[shape] at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
+    size = 4 * math.prod(shape)
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(np.float32).reshape(shape)
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
