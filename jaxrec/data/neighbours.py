@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrec.bounds import whole_number
 from jaxrec.data.triples import TripleBatches
-from jaxrec.embedding.kernels import mix, number_rows
+from jaxrec.embedding.kernels import empty_entries, mix, number_rows
 from jaxrec.embedding.lookup import bucket
 from jaxrec.types import Batch
 
@@ -146,10 +146,9 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> distinct(np.array([7, 3, -1, 7], np.int32))
     (array([7, 3], dtype=int32), array([ 0,  1, -1,  0], dtype=int32))
     """
-    entries = np.full(1 << (2 * len(ids)).bit_length(), -1, np.int64)
     found, count = np.empty((1, len(ids)), np.int32), np.zeros(1, np.int32)
     place, zero, any_id = np.empty(len(ids), np.int64), np.zeros(1, np.int32), np.full(1, 2**31 - 1, np.int32)
-    number_rows(ids, 1, zero, any_id, 1, entries, found, count, place)
+    number_rows(ids, 1, zero, any_id, 1, empty_entries(len(ids)), found, count, place)
     return found[0, : count[0]].copy(), place.astype(np.int32)
 
 

@@ -195,25 +195,24 @@ def _row_bytes(part: Part) -> int:
     return part.width * np.dtype(part.dtype).itemsize
 
 
-_THREADS = 4  # threads that copy rows while training waits for a save
 _MUCH = 4 << 20  # bytes from which on threads copy faster than the thread that waits
 
 
 @functools.cache
 def _copiers() -> ThreadPoolExecutor | None:
-    """Return the threads that copy rows of a batch, or None on a single core."""
+    """Return the threads that copy rows while training waits, or None on a single core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return ThreadPoolExecutor(cores, "rows") if cores > 1 else None
 
 
-def _for_each(copy: Callable[[int], None], shards: Sequence[int], arrays: Iterable[np.ndarray]) -> None:
-    """Call copy(shard) for each shard, in threads if the arrays are large, as one core leaves a memory idle."""
+def _for_each(copy: Callable[[Any], None], pieces: Iterable, arrays: Iterable[np.ndarray]) -> None:
+    """Call copy(piece) for each piece, in threads if the arrays are large, as one core leaves a memory idle."""
     pool = _copiers() if sum(array.nbytes for array in arrays) >= _MUCH else None
     if pool is None:
-        for shard in shards:
-            copy(shard)
+        for piece in pieces:
+            copy(piece)
         return
-    copies = [pool.submit(copy, shard) for shard in shards]
+    copies = [pool.submit(copy, piece) for piece in pieces]
     try:
         for done in copies:
             done.result()
@@ -390,7 +389,7 @@ class HostTables(PutCounts):
         }
 
     def take(self, rows: RowIds) -> dict[tuple[str, int], dict[str, np.ndarray]]:
-        """Copy selected rows, in threads, as training waits for the copy and leaves its cores free."""
+        """Copy selected rows to fresh arrays."""
         shards = self.shards
         # Allocated on the calling thread, for which glibc reuses freed memory (see `keep_memory`).
         taken = {
@@ -404,8 +403,7 @@ class HostTables(PutCounts):
             for part, out in taken[key].items():
                 kernels.gather(shards[name][shard][part], ids, self.spec.shards, len(ids), out)
 
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(copy, taken))
+        _for_each(copy, taken, (out for parts in taken.values() for out in parts.values()))
         return taken
 
     def with_shard(self, stack: str, shard: int, parts: Mapping[str, np.ndarray]) -> Self:

@@ -9,6 +9,11 @@ import numpy as np
 _compiled = numba.njit(cache=True, nogil=True, fastmath=False)
 
 
+def empty_entries(rows):
+    """Return an empty hash table, in which `number_rows` finds room for up to `rows` rows."""
+    return np.full(1 << (2 * rows).bit_length(), -1, np.int64)
+
+
 @_compiled
 def number_rows(ids, hots, offset, limit, shards, entries, unique, count, position):
     """Number the rows of one lookup by first appearance, shard by shard, adding to an open-addressing hash table.
@@ -18,7 +23,7 @@ def number_rows(ids, hots, offset, limit, shards, entries, unique, count, positi
       hots: H, ids of a bag.
       offset, limit: i32[F], first row and number of rows of the table of each column.
       shards: S.
-      entries: i64[power of two], the hash table of row * 2**32 + rank, -1 where empty.
+      entries: i64[power of two], the hash table of row * 2**32 + rank, -1 where empty; from `empty_entries`.
       unique: i32[S, N], rows found so far.
       count: i32[S], number of rows found so far.
       position: i64[N], output: shard * 2**32 + rank, or -1 if missing.

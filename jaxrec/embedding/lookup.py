@@ -170,10 +170,9 @@ def _as_int32(ids):
 def _plan_stack(spec, name, lookups, capacity):
     stack, n = spec.stacks[name], sum(array.size for array in lookups.values())
     positions = {key: np.empty(array.size, np.int64) for key, array in lookups.items()}
-    # A hash table for as many rows as are expected: bags repeat their ids, and one for all of them leaves the caches.
-    numbered = (
-        None if capacity is None else _number_rows(spec, name, lookups, min(n, stack.shards * capacity), positions)
-    )
+    # First with room for the rows that are expected: bags repeat their ids, and a table for all would leave the caches.
+    expected = n if capacity is None else min(n, stack.shards * capacity)
+    numbered = _number_rows(spec, name, lookups, expected, positions)
     found, count, invalid = numbered or _number_rows(spec, name, lookups, n, positions)
     capacity = max(1, int(count.max(initial=0))) if capacity is None else capacity
     unique = np.full((stack.shards, capacity), stack.rows, np.int32)
@@ -189,12 +188,12 @@ def _plan_stack(spec, name, lookups, capacity):
 def _number_rows(spec, name, lookups, rows, positions):
     """Fill the positions; return found i32[S, N], count i32[S] and the number of invalid ids, None if rows are more."""
     shards, n = spec.stacks[name].shards, sum(array.size for array in lookups.values())
-    entries = np.full(1 << (2 * rows).bit_length(), -1, np.int64)
+    entries = kernels.empty_entries(rows)
     found, count, invalid = np.empty((shards, n), np.int32), np.zeros(shards, np.int32), 0
     for key, array in lookups.items():
+        offset, limit = spec.columns_of(key, name)
         outside = kernels.number_rows(
-            array.reshape(-1), spec.lookups[key].hots, *spec.columns_of(key, name), shards,
-            entries, found, count, positions[key],
+            array.reshape(-1), spec.lookups[key].hots, offset, limit, shards, entries, found, count, positions[key],
         )  # fmt: skip
         if outside < 0:
             return None
