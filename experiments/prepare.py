@@ -4,6 +4,7 @@
     python experiments/prepare.py --sources day_0.gz day_1.gz --directory day01.prepared --hash-cap 1000000
     python experiments/prepare.py --schema schema.py --sources a.csv b.parquet --directory mine.prepared
     python experiments/prepare.py --schema schema.py --sources parts/ --directory mine.prepared
+    python experiments/prepare.py --schema schema.py --sources tuesday.csv --onto monday --directory tuesday
     python experiments/prepare.py --schema schema.py --sources tfds:movielens/100k-ratings --directory ml.prepared
 
 A schema is a Python file that defines `schema = Schema(...)` (docs/your_data.md), or one of criteo, criteo_x1,
@@ -49,6 +50,8 @@ class Config:
     split: Literal["time", "random"] = "time"
     train_fraction: float = 5 / 6
     seed: int = 0
+    onto: Path | None = None
+    """With --schema: a directory prepared before, of which these are newer rows. Its categories keep their rows."""
     max_bad_rows: int = 0
     tfds_directory: Path | None = None
     """Where tfds keeps its data sets, for tfds:NAME; default ~/tensorflow_datasets."""
@@ -88,10 +91,12 @@ def _prepared() -> str:
     config = tyro.cli(Config, **help_of(__doc__))
     if config.schema is not None:
         return _prepared_table(config)
+    if config.onto:
+        raise ValueError("--onto is of --schema: give one, which says what the columns are.")
     if any(map(_of_tfds, config.sources)) or config.tfds_directory:
         raise ValueError("tfds:NAME and --tfds-directory are of --schema: give one, which says what the columns are.")
     flags = dataclasses.asdict(config)
-    del flags["schema"], flags["tfds_directory"]
+    del flags["schema"], flags["tfds_directory"], flags["onto"]
     with Bars() as bars:
         metadata = prepare(flags.pop("sources"), flags.pop("directory"), **flags, progress=bars.show)
     lines = [f"{key}: {metadata[key]}" for key in ("rows", "label_mean", "cardinalities", "skipped_rows")]
@@ -115,7 +120,9 @@ def _prepared_table(config: Config) -> str:
     schema = open_schema(config.schema)
     with Bars() as bars:
         sources = _files_of(config, schema, bars)
-        metadata = prepare(sources, config.directory, schema, max_bad_rows=config.max_bad_rows, progress=bars.show)
+        metadata = prepare(
+            sources, config.directory, schema, max_bad_rows=config.max_bad_rows, onto=config.onto, progress=bars.show
+        )
     draw(config.directory / "summary.png", metadata)
     return words(metadata)
 

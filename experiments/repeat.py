@@ -1,6 +1,7 @@
 """Run an experiment several times in fresh processes, and give its figures with intervals over those runs.
 
     python experiments/repeat.py --command "throughput.py --tables host --sweep width --rounds 4"
+    python experiments/repeat.py --times 3 --own-seeds --command "link_prediction.py --path WN18"
     python experiments/repeat.py --times 6 --command "oac_throughput.py" --workdir DIR --resume    adds runs, later
 
 The interval of one run covers its rounds. What a process keeps from start to end, and the load of the machine in its
@@ -34,6 +35,8 @@ class Config:
     command: str = ""
     """An experiment of this directory and its flags, in quotes."""
     times: int = 6
+    own_seeds: bool = False
+    """Give run k the seed k - 1: the intervals are then over seeds."""
     workdir: Path | None = None
     resume: bool = False
     """Resume in --workdir: with more --times, runs are added."""
@@ -93,6 +96,7 @@ def main(config: Config) -> dict:
     """Run what is missing; return the contents of results.json."""
     words = shlex.split(config.command)
     script = script_of(words)
+    refuse({"--own-seeds gives each run its --seed: leave it out there.": config.own_seeds and "--seed" in words})
     refuse({f"--times {config.times} must be at least 2: one run has no spread.": config.times < 2})
     with Run("repeat", config, config.workdir, config.resume) as run, stop_on_signals(go_on_with(run)) as asked:
         logged = [row["run"] for row in run.metrics()]
@@ -104,6 +108,7 @@ def main(config: Config) -> dict:
                 say(f"run {number} of {config.times}: {config.command}")
                 with open(f"{directory}.log", "a") as output:
                     each = [sys.executable, str(script), *words[1:], "--workdir", str(directory)]
+                    each += ["--seed", str(number - 1)] if config.own_seeds else []
                     run_child(each, f"run {number}", asked, output=output)
             if number not in logged:
                 run.log({"run": number} | run.read_json(results))

@@ -7,6 +7,7 @@
     python experiments/train.py --shadowsync easgd --trainers 2   replicas that are synchronised in the background
     python experiments/train.py --cpr mfu --fail 300:3 700:1,5    lost shards come back alone
     python experiments/train.py --workdir DIR --resume            goes on with a run that was stopped or killed
+    python experiments/train.py --workdir DIR --resume --epochs 2 trains on, for another epoch; or on newer files
     python experiments/train.py --config runs/x/config.json       trains with the flags of another run
 
 docs/running.md has more. The test set is evaluated once, at the end, or, where there is no validation set, during
@@ -216,9 +217,24 @@ def main(config: Config) -> dict:
         return one(config, asked) if config.seeds == 1 else each_seed(config, asked)
 
 
+def may_grow(config: Config) -> set[str]:
+    """Return the flags by which a run that is resumed may be made longer, if its steps do not depend on its length."""
+    saves = config.saves
+    drawn = getattr(saves, "fail", ()) == ("gamma",)
+    if config.learning.schedule != "constant" or isinstance(config.trainers, Processes) or drawn:
+        return set()
+    if config.source.data == "synthetic":
+        return {"epochs"}
+    # Saves of shards are of one table size, the best state of one validation; and with more epochs, files that were
+    # appended would no longer be the last.
+    appends = getattr(saves, "cpr", "none") == "none" and not getattr(config.looks, "keeps_best", False)
+    return {"path"} if appends and len(getattr(config.source, "path", ())) > 1 else {"epochs", "steps"}
+
+
 def one(config: Config, asked: Asked) -> dict:
     """Run one training job."""
-    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
+    opened = Run("train", config, config.workdir, config.resume, may_grow(config))
+    with opened as run, asked.saying(f"stopped; {go_on_with(run)}"):
         results = run.read_json("results.json")
         check_seeds(run, 1)
         keep_copy(config.learning.model, run.directory)
@@ -244,7 +260,8 @@ def one(config: Config, asked: Asked) -> dict:
 
 def each_seed(config: Config, asked: Asked) -> dict:
     """Run one job per seed, each in its own subdirectory; return the means of their results."""
-    with Run("train", config, config.workdir, config.resume) as run, asked.saying(f"stopped; {go_on_with(run)}"):
+    opened = Run("train", config, config.workdir, config.resume, may_grow(config))
+    with opened as run, asked.saying(f"stopped; {go_on_with(run)}"):
         check_seeds(run, config.seeds)
         found = []
         for seed in range(config.seed, config.seed + config.seeds):

@@ -26,6 +26,7 @@ import jaxrec
 from jaxrec import Serial
 from jaxrec.checkpoint import (
     Checkpointer,
+    RowCheckpointer,
     deltas,
     images,
     newest,
@@ -40,6 +41,7 @@ from jaxrec.checkpoint.format import load_arrays
 from jaxrec.checkpoint.restore import fill, with_chain
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
+from jaxrec.embedding.tables import range_of
 from jaxrec.files import write_json
 from jaxrec.oac import Pipeline
 from jaxrec.step import init_dense
@@ -104,6 +106,71 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
             template = make(target, other, optimizer, devices_there)
             same = jax.tree.map(lambda a, b: a.sharding == b.sharding, found, template)
             assert all(jax.tree.leaves(same))
+
+
+LARGER = {"new": Table(3, 4), "a": Table(33, 4), "wide": Table(6, 9), "b": Table(5, 4), "w": Table(60, 1)}
+
+
+def larger_spec(shards=8, tables=None):
+    tables = tables or LARGER
+    return EmbeddingSpec(tables, {name: Lookup(name) for name in tables}, shards=shards)
+
+
+@pytest.mark.parametrize("home", ["device", "host", "pinned"])
+@pytest.mark.parametrize(
+    ("shards", "tables"), [(8, LARGER), (3, LARGER), (8, dict(reversed(TABLES.items()))), (8, TABLES)]
+)
+def test_rows_of_grown_tables_begin_as_initial_ones_and_all_others_keep_their_bits(tmp_path, home, shards, tables):
+    state = make("host", small_spec(8), seed=1)
+    write_image(tmp_path / "step_00000012", snapshot(state))
+    spec = larger_spec(shards, tables)
+    found, _ = restore(tmp_path, make(home, spec), grow=True)
+    fresh = make("host", spec)
+    for name, table in tables.items():
+        stack, first, last = range_of(spec, name)
+        for part in ("value", *read_slots(found, stack)):
+            rows, wanted = (dense_table(each.tables, stack, part)[first:last] for each in (found, fresh))
+            if name in TABLES:
+                _, begin, end = range_of(small_spec(8), name)
+                wanted = np.concatenate([dense_table(state.tables, stack, part)[begin:end], wanted[end - begin :]])
+            np.testing.assert_array_equal(rows, wanted)
+            assert len(rows) == table.rows
+    jax.tree.map(np.testing.assert_array_equal, found.dense, state.dense)
+
+
+def test_rows_saved_in_deltas_come_back_into_grown_tables(tmp_path):
+    """Also those that no delta holds, whose initial values are of the smaller tables."""
+    spec, rows = small_spec(8), {name: np.array([2, 10], np.int32) for name in ("width_4", "width_1")}
+    state = make("host", spec, seed=1)
+    with RowCheckpointer(tmp_path) as saver:
+        saver.save(state.tables, {(name, 2): ids for name, ids in rows.items()}, 12, dense=state.dense)
+    found, _ = restore(tmp_path, make("host", larger_spec()), grow=True)
+    same, _ = restore(tmp_path, make("host", spec))
+    for name in TABLES:
+        stack, first, _ = range_of(larger_spec(), name)
+        _, begin, end = range_of(spec, name)
+        got = dense_table(found.tables, stack)[first : first + end - begin]
+        np.testing.assert_array_equal(got, dense_table(same.tables, stack)[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"a": Table(29, 4)}, r"'a' of \[30, 4\] \(rows, width\), and here it is \[29, 4\]"),
+        ({"w": Table(21, 2)}, r"'w' of \[21, 1\] \(rows, width\), and here it is \[21, 2\]"),
+        ({"b": None}, r"'b' of \[5, 4\] \(rows, width\), and here it is missing"),
+    ],
+)
+def test_a_table_that_has_shrunk_is_refused(tmp_path, change, rule):
+    write_image(tmp_path / "step_00000012", snapshot(make("host", small_spec(), seed=1)))
+    tables = {name: table for name, table in (LARGER | change).items() if table}
+    template = make("host", larger_spec(tables=tables), seed=5)
+    before = snapshot(template)
+    with pytest.raises(ValueError, match=rule):
+        restore(tmp_path, template, grow=True)
+    jax.tree.map(np.testing.assert_array_equal, before.arrays, snapshot(template).arrays)
+    with pytest.raises(ValueError, match="other tables"):
+        restore(tmp_path, make("host", larger_spec()))  # not unless asked to
 
 
 def test_one_shard_is_restored_alone(tmp_path):

@@ -17,11 +17,14 @@ import pytest
 import train
 from main.config import config_of
 from main.signals import Stopped
-from trained_run import changed, criteo_lines, write_lines
+from main.table_summary import open_schema
+from trained_run import SCHEMA, changed, criteo_lines, table_lines, write_lines
 
-from jaxrec.checkpoint import images, read_manifest, restore
+from jaxrec.checkpoint import images, read_manifest, read_tables, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.data.criteo import prepare
+from jaxrec.data.tabular import open_table
+from jaxrec.data.tabular import prepare as prepare_table
 
 ROOT = Path(__file__).parent.parent
 TINY = config_of(
@@ -266,6 +269,68 @@ def test_failures_anywhere_are_survived(tmp_path, flags):
     assert results["steps"] == 24 and results["saves_failed"] == 0
     assert results["shards_failed"] == lost if flags["fail"] != ("gamma",) else results["shards_failed"] > 0
     assert image_of(tmp_path).step == 24 and np.isfinite(results["test_auc"])
+
+
+def test_a_finished_run_trains_on_as_if_it_had_been_longer(tmp_path, monkeypatch):
+    flags = OAC | {"steps": 8, "shuffle": True}
+    longer = changed(TINY, workdir=tmp_path / "on", epochs=3, resume=True, **flags)
+    whole = train.main(changed(TINY, workdir=tmp_path / "whole", epochs=3, **flags))
+    first = train.main(changed(longer, epochs=1, resume=False))
+    assert first["steps"] == 8
+    with monkeypatch.context() as patch, pytest.raises(Stopped, match="stopped and saved"):
+        stop_the_stream(patch, 20)
+        train.main(longer)
+    assert not (tmp_path / "on" / "results.json").exists()  # as they were of one epoch
+    results = train.main(longer)
+    assert results["steps"] == 24 and results["test_auc"] == whole["test_auc"] != first["test_auc"]
+    np.testing.assert_equal(arrays_of(tmp_path / "on"), arrays_of(tmp_path / "whole"))
+    assert [row["step"] for row in rows_of(tmp_path / "on")] == [3, 6, 8, 16, 24]
+    assert train.main(longer) == results  # complete
+    for shorter, rule in (({"epochs": 2}, "epochs 3, not 2"), ({"steps": 9}, "steps 8, not 9"), ({"seed": 3}, "seed")):
+        with pytest.raises(ValueError, match=f"was begun with {rule}"):
+            train.main(changed(longer, **shorter))
+    assert (tmp_path / "on" / "results.json").exists()
+
+
+def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
+    lines = [*table_lines(700)]
+    lines = lines[:401] + [re.sub(r",u[0-4],", ",new_one,", line) for line in lines[401:]]
+    days, schema = [], ("schema.py", SCHEMA)
+    (tmp_path / schema[0]).write_text(schema[1])
+    for number, part in enumerate((lines[1:401], lines[401:])):
+        path = write_lines(tmp_path / f"{number}.csv", [lines[0], *part])
+        days.append(tmp_path / f"day_{number}")
+        onto = days[-2] if number else None
+        prepare_table([path], days[-1], open_schema(str(tmp_path / schema[0])), block_rows=64, onto=onto)
+    flags = {"data": "tabular", "model": "lr", "batch_size": 32, "evaluations": 2, "validation_fraction": 0.1} | OAC
+    config = config_of(path=(days[0],), workdir=tmp_path / "run", **flags)
+    first = train.main(config)
+    with pytest.raises(ValueError, match="was begun with path"):
+        train.main(changed(config, resume=True, path=(days[1],)))
+    before = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
+    with pytest.raises(ValueError, match="day_0 was not prepared onto .*day_1"):
+        train.main(changed(config, resume=True, path=(*days[::-1],)))
+    results = train.main(changed(config, resume=True, path=tuple(days)))
+    after = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
+    assert results["steps"] > first["steps"] and results["examples"] == 288 + 216
+    assert len(after["user"]["value"]) > len(before["user"]["value"])
+    split = open_table(days[1], "train")
+    used = [split[block]["ids"] for block in range(len(split))]
+    used = np.unique(np.concatenate([ids.ravel() for block in used for ids in (block["sparse"][:, 1], block["seen"])]))
+    kept = np.setdiff1d(np.arange(len(before["item"]["value"])), used)
+    np.testing.assert_array_equal(after["item"]["value"][kept], before["item"]["value"][kept])
+    assert len(kept) > 3 and (after["item"]["value"][used[used >= 0]] != 0).all()
+    whole = train.main(config_of(path=tuple(days), **flags | {"workdir": tmp_path / "whole"}))
+    assert whole["steps"] == results["steps"] and whole["examples"] == results["examples"]
+    evaluated = evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / "look"))
+    assert evaluated["auc"] == pytest.approx(results["test_auc"], abs=1e-6)
+
+
+def test_a_run_whose_rates_end_at_zero_is_not_made_longer(tmp_path):
+    config = changed(TINY, workdir=tmp_path / "run", steps=4, schedule="linear", **HOST)
+    train.main(config)
+    with pytest.raises(ValueError, match="was begun with epochs 1, not 2"):
+        train.main(changed(config, epochs=2, resume=True))
 
 
 @pytest.mark.slow

@@ -69,6 +69,15 @@ def test_runs_are_added_and_one_that_was_cut_off_is_measured_anew(tmp_path, star
         repeat.main(repeat.Config(COMMAND + " --rounds 9", workdir=tmp_path, resume=True))
 
 
+def test_runs_have_seeds_of_their_own_if_asked(tmp_path, started, monkeypatch):
+    seeds, run_child = [], repeat.run_child
+    monkeypatch.setattr(repeat, "run_child", lambda words, *_, **__: seeds.append(words[-2:]) or run_child(words))
+    repeat.main(repeat.Config(COMMAND, times=2, workdir=tmp_path / "a", own_seeds=True))
+    assert seeds == [["--seed", "0"], ["--seed", "1"]]
+    with pytest.raises(ValueError, match="--own-seeds gives each run its --seed: leave it out"):
+        repeat.main(repeat.Config(f"{COMMAND} --seed 3", times=2, workdir=tmp_path / "b", own_seeds=True))
+
+
 def test_a_signal_says_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(repeat, "run_child", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(Stopped, match=f"SIGTERM: go on with .*{tmp_path}.* --resume"):

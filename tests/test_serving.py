@@ -13,7 +13,7 @@ from main.table_summary import open_schema
 from main.trained import open_run
 from trained_run import synthetic_run, table_lines, tabular_run, write_lines
 
-from jaxrec.data.tabular import prepare
+from jaxrec.data.tabular import ByTime, Categorical, History, Schema, open_vocabularies, prepare
 from jaxrec.data.tabular.raw import read_rows, schema_of
 
 OWN = """
@@ -143,6 +143,26 @@ def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
         np.testing.assert_array_equal(found, wanted[f"ids.{name}"], err_msg=name)
     np.testing.assert_allclose(dense, wanted["dense"], rtol=1e-6)
     assert set(ids) == {"sparse", "tags", "seen", "words"} and (ids["sparse"] == 1).any() and (ids["sparse"] == 0).any()
+
+
+def test_a_server_is_given_histories_and_reads_texts_in_their_encoding(tmp_path):
+    rows = [f"{n % 2};größe{n % 4};é{n % 5};{n}" for n in range(60)]
+    text, new = tmp_path / "a.csv", tmp_path / "new.csv"
+    text.write_bytes("\n".join(["y;user;name;t", *rows]).encode("latin-1"))
+    new.write_bytes("y;name;name_history\n1;é1;é0|é1".encode("latin-1"))
+    features = [Categorical("name", hash_cap=20), History("name", by="user", last=3)]
+    schema = Schema("y", features, ByTime("t"), separator=";", encoding="latin-1")
+    prepare([text], tmp_path / "out", schema)
+    about, categories = serving.described(tmp_path / "out")
+    model = serve.Model.__new__(serve.Model)  # without weights
+    model.about = json.loads(json.dumps(about))
+    model.index(categories)
+    requests = {"name": "é1", "name_history": ["é4", "é0", "é1", "é2"]}, {"name": "", "name_history": None}
+    ids, _ = model.encode([*requests])
+    one = open_vocabularies(tmp_path / "out")["name"].encode(["é0", "é1", "é2"])
+    assert ids["name_history"].tolist() == [one.tolist(), [-1, -1, -1]]  # the newest
+    (row,) = serve.rows_of(model.about, new)
+    assert row["name_history"] == "é0|é1"
 
 
 def test_a_request_may_have_lists_numbers_and_nothing(tmp_path):

@@ -58,6 +58,30 @@ def test_the_rows_of_the_page_fit_its_schema(tmp_path):
     assert all(row.count(",") == header.count(",") for row in rows)
 
 
+def write_ratings(path, users=150):
+    """Write ratings whose users like the movies near to those that they liked; sorted by user, not by time."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for user in range(users):
+        taste = rng.integers(4)
+        for time in rng.permutation(1000)[:40]:
+            movie = rng.integers(40)
+            stars = 5 if movie % 4 == taste else rng.integers(1, 4)
+            lines.append(f"{user}::é{movie}::{stars}::{978300000 + time}")
+    path.write_bytes("\n".join(lines).encode("latin-1"))
+
+
+def test_ratings_without_histories_lead_to_an_auc(tmp_path):
+    write_ratings(tmp_path / "ratings.dat")
+    (tmp_path / "ratings.py").write_text(block("ratings.py"))
+    assert len(block("ratings.py").splitlines()) <= 12
+    prepare, train = block("commands").splitlines()
+    assert "train: 4797 rows" in shell(prepare, tmp_path)
+    shell(f"{train} --epochs 3 --batch-size 64", tmp_path)
+    results = json.loads((tmp_path / "runs" / "ratings" / "results.json").read_text())
+    assert results["test_auc"] > 0.9
+
+
 @pytest.mark.slow
 def test_the_page_leads_to_an_auc(tmp_path):
     write_clicks(tmp_path / "clicks.csv")

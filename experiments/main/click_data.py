@@ -167,11 +167,28 @@ class Data(NamedTuple):
     # (column that the schema calls a key, 'test' or 'validation') -> its value in each row, S[n]
     keys: Callable[[str, str], np.ndarray] | None = None
     batches_in_a_row: int = 1  # that one of several trainers takes: enough that it seldom reads rows of another
+    before: "Data | None" = None  # the data whose steps come first; those of `epoch_steps` come after them
 
     def examples_after(self, step: int) -> int:
         """Return the number of examples trained after `step` steps; the last batch of an epoch may be padded."""
+        earlier = 0
+        if self.before is not None:
+            if step <= self.before.steps:
+                return self.before.examples_after(step)
+            step, earlier = step - self.before.steps, self.before.examples
         epochs, rest = divmod(step, self.epoch_steps)
-        return epochs * self.epoch_examples + min(rest * self.batch_size, self.epoch_examples)
+        return earlier + epochs * self.epoch_examples + min(rest * self.batch_size, self.epoch_examples)
+
+    def after(self, before: "Data") -> "Data":
+        """Return these data with the steps of others before them; validation and test are of these alone."""
+        steps = before.steps + self.steps
+
+        def train(first):
+            whole_number("first", first, 0, steps, ", the steps of the run")
+            parts = [before.train(first)] if first < before.steps else []
+            return itertools.chain(*parts, self.train(max(0, first - before.steps)))
+
+        return self._replace(steps=steps, train=train, before=before)
 
     @property
     def examples(self) -> int:

@@ -165,7 +165,7 @@ class Config:
             {
                 f"--model {self.learning.model} predicts one label, and --labels names {len(targets)}: give "
                 f"{' or '.join(OF_SEVERAL_LABELS)}, or a model of your own.": one_label and len(targets) > 1,
-                "--model din weighs a history by a candidate: give --data tabular with a Sequence, or another model.": (
+                "--model din weighs a history by a candidate: give --data tabular with a history, or another model.": (
                     self.learning.model == "din" and not isinstance(source, Tabular)
                 ),
                 belongs("requeue", self.requeue, "the same command started again, with --workdir and --resume"): (

@@ -60,7 +60,8 @@ def resumed(
         if run.resumed:
             say(f"{run.directory} has not saved anything yet: this run begins at step 0")
         return state, None, Past([], {})
-    state, image = restore(directory, state)
+    # Rows of categories that came up after the image have their initial values.
+    state, image = restore(directory, state, grow=bool(_earlier_digests(data)))
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
     check_mapping(run, image.extra, data)
@@ -92,11 +93,16 @@ def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
             f"{run.directory} predicts {saved['targets']} (label, weight, mean and deviation), and its data now has "
             f"{now['targets']}: prepare the same sources again, or begin anew in another --workdir."
         )
-    if saved.get("vocabulary_digest") not in (None, data.vocabulary_digest):
+    if saved.get("vocabulary_digest") not in (None, data.vocabulary_digest, *_earlier_digests(data)):
         raise ValueError(
             f"{run.directory} was trained with another vocabulary than that of its data now: prepare the same sources "
             "with the same options again, or begin anew in another --workdir."
         )
+
+
+def _earlier_digests(data: Data) -> Sequence[str]:
+    """Return the digests of the vocabularies that the vocabulary of the data goes on from."""
+    return data.table.get("onto", ()) if data.table is not None else ()
 
 
 def check_seeds(run: Run, seeds: int) -> None:

@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -41,6 +41,8 @@ class Run:
     Args:
       workdir: where to write; a new directory under `runs/` if None.
       resume: whether to resume the run in the directory; if it holds none, the run begins there.
+      may_grow: flags that a resumed run may have larger than before (a number, a list with more at its end, or None for
+        no limit); it is then not complete.
 
     Attributes:
       id: id of the run, for the manifests of its images.
@@ -51,7 +53,9 @@ class Run:
         lock; the path is a file, a URL, full or read-only; the run's files are damaged.
     """
 
-    def __init__(self, name: str, config, workdir: Path | None = None, resume: bool = False):
+    def __init__(
+        self, name: str, config, workdir: Path | None = None, resume: bool = False, may_grow: Collection[str] = ()
+    ):  # fmt: skip
         if resume and workdir is None:
             raise ValueError("--resume needs --workdir: the directory of the run to go on with.")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -62,12 +66,12 @@ class Run:
             try:
                 make_directory(self.directory)
                 locked.enter_context(Lock(self.directory / "lock", "at work on this run"))
-                self._begin({**flat(config), "experiment": name}, resume, defaults(config))
+                self._begin({**flat(config), "experiment": name}, resume, defaults(config), may_grow)
             except OSError as error:
                 raise ValueError(f"{self.directory} cannot hold a run: {error}. Give another --workdir.") from error
             self._locked = locked.pop_all()
 
-    def _begin(self, flags, resume, unset):
+    def _begin(self, flags, resume, unset, may_grow):
         """Write the run's id to config.json before anything else."""
         before = self.read_json("config.json")
         names = "metrics.jsonl", "results.json", "checkpoints", BEST
@@ -83,28 +87,33 @@ class Run:
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
         # Check everything before writing anything: a refused run leaves no trace.
-        commits = []
+        commits, grown = [], []
         if self.resumed:
-            self._refuse_other_flags({**unset, **before}, flags)
+            grown = self._grown({**unset, **before}, flags, may_grow)
             self._cut_torn_line()
             self.metrics()  # refuses damaged rows now, not after hours
             past = self.read_json("environment.json")
             commits = [*past.get("earlier_commits", []), past.get("commit")]
         elif resume:
             say(f"{self.directory} holds no run yet: this one begins there")
+        if grown:  # first: with these flags, the results would seem to be of the whole run
+            (self.directory / "results.json").unlink(missing_ok=True)
         self.write_json("config.json", flags | {"run": self.id})
         self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
-    def _refuse_other_flags(self, before, flags):
+    def _grown(self, before, flags, may_grow) -> list[str]:
+        """Return the flags that have grown as they may; raise ValueError if another one differs."""
         # Compared as JSON, where tuples are lists and paths are strings. A flag added since then was at its default.
         before, now = json.loads(to_json(before)), json.loads(to_json(flags))
         changed = [key for key in before.keys() & now.keys() - _MAY_CHANGE if before[key] != now[key]]
         # Where tables are left to the run, they are one of these.
         on_devices = all(flags.get("tables") in (None, "device", "pinned") for flags in (before, now))
-        other = [key for key in changed if not (key == "tables" and on_devices)]
+        grown = [key for key in changed if key in may_grow and _is_larger(now[key], before[key])]
+        other = [key for key in changed if not (key == "tables" and on_devices) and key not in grown]
         if other:
             was = ", ".join(f"{key} {before[key]}, not {now[key]}" for key in sorted(other))
             raise ValueError(f"{self.directory} was begun with {was}: resume it with its own flags, or take another.")
+        return grown
 
     def read_json(self, name: str) -> dict:
         """Return the contents of one file of the run; {} if it does not exist."""
@@ -194,6 +203,13 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.release()
+
+
+def _is_larger(now, before) -> bool:
+    """Whether a flag has grown: a number, None for no limit, or a list with more at its end."""
+    if isinstance(before, list):
+        return len(now) > len(before) and now[: len(before)] == before
+    return before is not None and (now is None or now > before)
 
 
 def flat(config) -> dict:

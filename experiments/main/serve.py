@@ -136,7 +136,7 @@ def hashed(text, h=14695981039346656037):
 def rows_of(about, path):
     """Yield the rows of a text file as {column: text}."""
     how = about["text"]
-    with open(path, newline="", encoding="utf-8-sig") as file:
+    with open(path, newline="", encoding=how["encoding"]) as file:
         split = lambda line: line.rstrip("\r\n").split(how["separator"])
         lines = csv.reader(file, delimiter=how["separator"]) if how["quote"] else map(split, file)
         columns = how["columns"] or next(lines)

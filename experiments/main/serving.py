@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.checkpoint import Image, restore_for_prediction
-from jaxrec.data.tabular import Categorical, Dense, Sequence
+from jaxrec.data.tabular import Categorical, Dense, MultiHot
 from jaxrec.data.tabular.raw import mapping_of
 from jaxrec.data.tabular.schema import table_of
 from jaxrec.embedding import EmbeddingSpec, activations, embedding_matrix
@@ -136,18 +136,20 @@ def described(directory: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         elif isinstance(feature, Dense):
             one |= {"kind": "bucket", "place": schema.single.index(feature.column), "bounds": feature.buckets}
         else:
-            one |= {"table": table_of(feature), "hash_cap": feature.hash_cap}
+            owner: Any = next(each for each in schema.features if each.column == table_of(feature))
+            one |= {"table": owner.column, "hash_cap": owner.hash_cap}
             if isinstance(feature, Categorical):
                 one |= {"kind": "category", "place": schema.single.index(feature.column)}
             else:
                 one |= {"kind": "bag", "separator": feature.separator, "hots": feature.hots}
-                one |= {"newest": isinstance(feature, Sequence)}
+                one |= {"newest": not isinstance(feature, MultiHot)}
         features.append(one)
     shapes = {"sparse": [len(schema.single)]} if schema.single else {}
     return {
         "lookups": shapes | {bag.column: [bag.hots] for bag in schema.bags},
         "numbers": len(schema.dense),
         "absent": list(schema.absent),
-        "text": {"separator": schema.separator, "quote": schema.quote, "columns": schema.columns},
+        "text": {"separator": schema.separator, "quote": schema.quote, "columns": schema.columns,
+                 "encoding": "utf-8-sig" if schema.encoding == "utf-8" else schema.encoding},
         "features": features,
     }, categories  # fmt: skip

@@ -6,6 +6,7 @@
 import abc
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -116,7 +117,8 @@ class Files(Source):
     read_by: ClassVar = "--data criteo or tabular"
     path: tuple[Path, ...] = ()
     """Criteo: raw files (plain or .gz) in time order, or one prepared directory. Tabular: the directory that prepare.py
-    --schema has made."""
+    --schema has made; or several, each prepared --onto the one before it, which are trained on in turn. The last one is
+    validated and tested on."""
     validation_fraction: float = 0.0
     """Share of the training rows held out for validation, such as 0.1: the last ones in time, or random ones if the
     preparation split at random."""
@@ -126,12 +128,9 @@ class Files(Source):
 
     def check(self) -> None:
         """Raise ValueError if the flags contradict each other."""
-        share, directories = self.validation_fraction, [path for path in self.path if path.is_dir()]
+        share = self.validation_fraction
         refuse(
             {
-                f"--path {' '.join(map(str, self.path))}: a prepared directory stands alone, without other files.": (
-                    directories and self.path[1:]
-                ),
                 f"--validation-fraction {share} must be a share from 0 to below 1, such as 0.1.": not 0 <= share < 1,
             }
         )
@@ -161,7 +160,14 @@ class Criteo(Files):
 
     def check(self) -> None:
         given = {name: getattr(self, name) for name in PREPARATION if getattr(self, name) is not None}
-        refuse({"--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": not self.path})
+        refuse(
+            {
+                "--data criteo needs --path: raw Criteo files, or a directory made by prepare.py.": not self.path,
+                f"--path {' '.join(map(str, self.path))}: a prepared directory stands alone, without other files.": (
+                    self.path[1:] and any(path.is_dir() for path in self.path)
+                ),
+            }
+        )
         super().check()
         refuse({belongs(name, value, self.read_by): self.path[0].is_dir() for name, value in given.items()})
 
@@ -209,27 +215,43 @@ class Tabular(Files):
         super().check()
         refuse(
             {
-                "--data tabular needs --path: the directory that prepare.py --schema has made.": (
-                    len([path for path in self.path if path.is_dir()]) != 1
-                )
+                "--data tabular needs --path: the directory that prepare.py --schema has made, or several.": (
+                    not self.path or not all(path.is_dir() for path in self.path)
+                ),
+                belongs("steps", self.steps, "a single directory"): self.steps is not None and len(self.path) > 1,
             }
         )
+        for earlier, later in itertools.pairwise(self.path):
+            digest, its = table_of(earlier)["digest"], table_of(later)
+            if digest not in (its["digest"], *its.get("onto", ())):
+                raise ValueError(
+                    f"--path {earlier} {later}: {later} was not prepared onto {earlier}, so their rows stand for other "
+                    f"categories: prepare it with --onto {earlier}, in another directory."
+                )
 
     def from_anywhere(self) -> Any:
-        return dataclasses.replace(self, path=(local_path(self.path[0]),))
+        return dataclasses.replace(self, path=tuple(map(local_path, self.path)))
 
     def has_validation(self) -> bool:
         """Whether its schema has set validation rows apart, or --validation-fraction does."""
-        return super().has_validation() or "validation" in read_metadata(local_path(self.path[0]))["rows"]
+        return super().has_validation() or "validation" in read_metadata(local_path(self.path[-1]))["rows"]
 
     def tables(self) -> Mapping[str, str]:
-        return tables_by_field(table_of(self.path[0]))
+        return tables_by_field(table_of(self.path[-1]))
 
     def targets(self) -> Targets:
-        return targets_of(table_of(self.path[0]), self.labels, self.label_weights)
+        return targets_of(table_of(self.path[-1]), self.labels, self.label_weights)
 
     def open(self, seed: int) -> Data:
-        directory, share = self.path[0], self.validation_fraction
+        found: Data | None = None
+        for directory in self.path:
+            data = self._opened(directory, seed, self.batch_size if found is None else found.batch_size)
+            found = data if found is None else data.after(found)
+        assert found is not None  # as `check` has seen a directory
+        return found
+
+    def _opened(self, directory: Path, seed: int, batch_size: int | None) -> Data:
+        share = self.validation_fraction
         table, metadata = table_of(directory), read_metadata(local_path(directory))
         own = "validation" in metadata["rows"]
         if own and share:
@@ -239,7 +261,7 @@ class Tabular(Files):
         targets = self.targets()
         data = data_of_blocks(
             open_rows(directory, "train", targets), open_rows(directory, "test", targets),
-            open_rows(directory, "validation", targets) if own else None, batch_size=self.batch_size, steps=self.steps,
+            open_rows(directory, "validation", targets) if own else None, batch_size=batch_size, steps=self.steps,
             at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom", **self._how(seed),
         )  # fmt: skip
         return data._replace(

@@ -97,7 +97,8 @@ def history_of(table: Mapping[str, Any]) -> tuple[str, int]:
             return name, table["sparse"].index(bag["table"])
     raise ValueError(
         f"--model din weighs a history by a candidate, and no bag of this table ({', '.join(table['bags']) or 'none'}) "
-        'shares the table of a column: prepare it with Sequence("seen", share="item"), or give another model.'
+        'shares the table of a column: prepare it with Sequence("seen", share="item") or History("item", by="user"), '
+        "or give another model."
     )
 
 

@@ -129,7 +129,7 @@ def table_directory(run: Trained, given: Path | None = None) -> Path:
     Args:
       given: its current location; where the run had it if None.
     """
-    directory = given or Path(run.config["path"][0])
+    directory = given or Path(run.config["path"][-1])
     if not directory.is_dir():
         raise ValueError(
             f"the prepared table of {run.directory} is not at {directory}, and it says what the tables stand for: give "

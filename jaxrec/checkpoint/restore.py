@@ -21,6 +21,7 @@ from jaxrec.checkpoint.format import DamagedImage, Image, is_image, leaves_of, l
 from jaxrec.checkpoint.row_deltas import Verified, chain, is_delta, newest, newest_first, verified_chain
 from jaxrec.checkpoint.state import (
     ROW_IDS,
+    check_has_grown,
     check_matches,
     described,
     leaf_name,
@@ -39,7 +40,7 @@ Home = TypeVar("Home", bound=Tables)
 Loaded = TypeVar("Loaded")
 
 
-def restore(path: str | Path, template: TrainState) -> tuple[TrainState, Image]:
+def restore(path: str | Path, template: TrainState, grow: bool = False) -> tuple[TrainState, Image]:
     """Restore a whole state, value for value, into any home, mesh and number of shards.
 
     Reads an image, or a row delta that was saved with its dense state: then each row has its value from the newest
@@ -50,6 +51,8 @@ def restore(path: str | Path, template: TrainState) -> tuple[TrainState, Image]:
         names the damaged ones skipped.
       template: a new state with the wanted placement, whose tables match those of the image; shards and lookups may
         differ. Host tables are filled in place, device tables are donated.
+      grow: whether tables of the template may have more rows than in the image, or be new, for ids that came up later.
+        These rows and their slots have the initial values of the template; all others keep their bits.
 
     Returns:
       The state, and the manifest of the image or delta; continue the run with `run=image.run`.
@@ -60,7 +63,7 @@ def restore(path: str | Path, template: TrainState) -> tuple[TrainState, Image]:
 
     If another process saves and prunes in the directory meanwhile, the newest images are looked up again.
     """
-    return with_chain(path, lambda found: fill(found, template))
+    return with_chain(path, lambda found: fill(found, template, grow=grow))
 
 
 def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: bool = True) -> Loaded:
@@ -78,19 +81,23 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
 
 
 def fill(
-    found: list[Image], template: TrainState, replica: int | Literal["mean"] | None = None
+    found: list[Image], template: TrainState, replica: int | Literal["mean"] | None = None, grow: bool = False
 ) -> tuple[TrainState, Image]:
     """Return the state of a verified chain; the template changes only once all of the chain is read.
 
-    With `replica`, only its parameters are taken, for a template without optimizers.
+    With `replica`, only its parameters are taken, for a template without optimizers; `grow` is as for `restore`.
     """
     image, tables = found[-1], template.tables
     spec, layout = tables.spec, described(tables.layout)
     for other in found:
-        check_matches(other, "tables", tables_of(spec), other.tables)
+        if grow:
+            check_has_grown(other, tables_of(spec))
+        else:
+            check_matches(other, "tables", tables_of(spec), other.tables)
         check_matches(other, "shards", image.shards, other.shards)
         if replica is None:
-            check_matches(other, "row optimizer slots", layout, other.layout)
+            wanted = {name: layout[name] for name in other.layout if name in layout} if grow else layout
+            check_matches(other, "row optimizer slots", wanted, other.layout)
     if not image.dense:
         raise ValueError(
             f"{image.path} was saved without its dense state, so no whole state can be had from it: restore shards of "
@@ -104,21 +111,39 @@ def fill(
         with tables.overwriting(step=image.step):
             return TrainState(placed, restore_shards(image.path, tables, range(spec.shards))[0]), image
     saved_spec = spec_of(found[0])  # its shards and initial rows may be others
+    saved_layout = Layout({name: tables.layout[name] for name in saved_spec.stacks})
     rows = {
         (name, part): np.empty((saved_spec.stacks[name].rows, one.width), one.dtype)
-        for name, parts in tables.layout.items()
+        for name, parts in saved_layout.items()
         for part, one in parts.items()
     }
-    for (name, shard), saved_rows in rows_of_chain(found, saved_spec, tables.layout, range(image.shards)):
+    for (name, shard), saved_rows in rows_of_chain(found, saved_spec, saved_layout, range(image.shards)):
         for part, array in saved_rows.items():
             rows[name, part][shard :: image.shards] = array
+    # In order, which determines the row numbers.
+    same = [*tables_of(saved_spec).items()] == [*tables_of(spec).items()]
     with tables.overwriting(step=image.step):  # mapped files are marked as torn meanwhile
         for name, stack in spec.stacks.items():
-            used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
             for shard in range(spec.shards):
-                mine = {part: table[shard :: spec.shards] for part, table in used.items()}
+                if same:
+                    used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
+                    mine = {part: table[shard :: spec.shards] for part, table in used.items()}
+                else:
+                    mine = _grown_shard(saved_spec, rows, spec, tables.layout, name, shard)
                 tables = tables.with_shard(name, shard, mine)
     return TrainState(placed, tables), image
+
+
+def _grown_shard(saved_spec, rows, spec, layout, name, shard):
+    """Return the rows of a shard of larger tables: initial ones, and over them those that were saved."""
+    parts = _initial_shard(spec, layout, name, shard)
+    for table in saved_spec.stacks[name].tables if name in saved_spec.stacks else ():
+        _, first, _ = range_of(spec, table)
+        _, before, end = range_of(saved_spec, table)
+        ids = np.arange((shard - first) % spec.shards, end - before, spec.shards)
+        for part, array in parts.items():
+            array[(first + ids) // spec.shards] = rows[name, part][before + ids]
+    return parts
 
 
 def _newest_intact_chain(directory, dense=True) -> list[Image]:

@@ -268,6 +268,21 @@ def check_matches(image: Image, what: str, wanted, found, more: str = "") -> Non
         )
 
 
+def check_has_grown(image: Image, tables: dict[str, list[int]]) -> None:
+    """Raise ValueError if a table of an image is missing in `tables` {name: [rows, width]}, narrower or shorter."""
+    wrong = {
+        name: (was, tables.get(name))
+        for name, was in image.tables.items()
+        if name not in tables or tables[name][1] != was[1] or tables[name][0] < was[0]
+    }
+    if wrong:
+        name, (was, now) = next(iter(wrong.items()))
+        raise ValueError(
+            f"{image.path} has {name!r} of {was} (rows, width), and here it is {now or 'missing'}: tables may have "
+            "more rows and be more, but each keeps its name, its width and the rows that it had."
+        )
+
+
 def _shortened(a, b):
     """Return the items of a that differ from b, if both are dicts; else a."""
     if isinstance(a, dict) and isinstance(b, dict):

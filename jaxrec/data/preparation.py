@@ -62,7 +62,7 @@ Read = Callable[[Sequence[Path], Sequence[Sequence[Seen]]], Iterator[Any]]
 class Progress(NamedTuple):
     """Progress of a preparation."""
 
-    stage: str  # 'counts', 'looks' or 'writes'
+    stage: str  # 'counts', 'looks', 'histories' or 'writes'
     rows: int  # since the last call
     share: float | None  # fraction of the stage that is done; None if unknown
 

@@ -360,8 +360,9 @@ BAD = {
     "an empty line": (b"", "the line is empty"),
     "an open quote": (b'1,"ann,1.5,a|b,1,5', "a quote is open"),
     "a quote inside": (b'1,a"nn,1.5,a|b,1,5', "a quote is open or stands inside"),
+    "a quote after a backslash": (rb'1,"a\"nn",1.5,a|b,1,5', r"a quote is open .*; sed 's/.*' doubles those after a b"),
     "text after a quote": (b'1,"ann"x,1.5,a|b,1,5', "a quote is open or stands inside"),
-    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", r"byte 5 is no UTF-8; .*iconv -f latin1 -t utf-8"),
+    "no UTF-8": (b"1,an\xff,1.5,a|b,1,5", r"byte 5 is no UTF-8; .*encoding='latin-1'"),
     "a label of 2": (b"2,ann,1.5,a|b,1,5", "'y' is '2', but it is 0 or 1"),
     "no label": (b",ann,1.5,a|b,1,5", "'y' is .*, but it is 0 or 1"),
     "a number in words": (b"1,ann,cheap,a|b,1,5", "'price' is 'cheap', but it is a number or missing"),
@@ -466,8 +467,30 @@ def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
 
 def test_a_header_in_another_encoding_is_refused_with_the_command_that_converts_it(tmp_path):
     (tmp_path / "a.csv").write_bytes("größe,y\n1,1\n".encode("latin-1"))
-    with pytest.raises(ValueError, match="a.csv, line 1: byte 3 of the header is no UTF-8.*iconv -f latin1 -t utf-8"):
+    with pytest.raises(ValueError, match="a.csv, line 1: byte 3 of the header is no UTF-8.*encoding='latin-1'"):
         prepare([tmp_path / "a.csv"], tmp_path / "out", Schema(label="y", features=[Categorical("größe")]))
+
+
+def test_a_text_is_read_in_the_encoding_of_its_schema(tmp_path):
+    lines = ["1::größe::4", "0::cœur::5", "1::größe::6", "0::cœur::7"]
+    found = {}
+    for encoding in ("utf-8", "latin-1", "cp1252", "utf-8-sig"):
+        words = [line.replace("œ", "ô") for line in lines]
+        (tmp_path / "a.txt").write_bytes("\n".join(["y::wôrd::t", *words]).encode(encoding))
+        schema = Schema("y", [Categorical("wôrd", 1)], ByTime("t", 0.5), separator="::", quote=False, encoding=encoding)
+        prepare([tmp_path / "a.txt"], tmp_path / encoding, schema)
+        found[encoding] = schema_of(tmp_path / encoding), open_vocabularies(tmp_path / encoding)["wôrd"].decode([2, 3])
+    assert {repr(names) for _, names in found.values()} == {"['côur', 'größe']"}
+    assert all(schema.encoding == encoding for encoding, (schema, _) in found.items())
+
+
+def test_what_is_not_in_the_encoding_of_the_schema_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"y,word\n1,a\n0,b\n1,\x81\n")
+    with pytest.raises(ValueError, match="a.txt, line 4: byte 0x81 is no cp1252, the encoding of the schema"):
+        prepare([tmp_path / "a.txt"], tmp_path / "out", Schema("y", [Categorical("word")], encoding="cp1252"))
+    for encoding in ("utf-16", "latin-eleven", None):
+        with pytest.raises(ValueError, match=f"encoding={encoding!r} is none that Python knows"):
+            Schema("y", [Categorical("word")], encoding=encoding)
 
 
 def test_a_parquet_file_that_was_seen_otherwise_is_refused(tmp_path):

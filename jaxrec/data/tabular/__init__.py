@@ -8,7 +8,7 @@ from jaxrec.data.preparation import Progress
 from jaxrec.data.tabular.preparation import open_table, prepare
 from jaxrec.data.tabular.raw import Vocabulary, open_vocabularies, schema_of
 from jaxrec.data.tabular.records import export_records
-from jaxrec.data.tabular.schema import Categorical, Dense, Label, MultiHot, Schema, Sequence
+from jaxrec.data.tabular.schema import Categorical, Dense, History, Label, MultiHot, Schema, Sequence
 from jaxrec.data.tabular.splits import AtRandom, ByColumn, ByFile, ByRows, ByTime
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ByTime",
     "Categorical",
     "Dense",
+    "History",
     "Label",
     "MultiHot",
     "Progress",

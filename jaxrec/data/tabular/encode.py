@@ -15,9 +15,11 @@ from jaxrec.data.tabular.schema import (
     MISSING,
     RARE,
     WHOLE,
-    Bag,
     Categorical,
     Dense,
+    History,
+    Label,
+    MultiHot,
     Schema,
     Sequence,
     is_bucketed,
@@ -32,11 +34,15 @@ def hashed_ids(values: Any, name: str, cap: int) -> np.ndarray:
 
     The name of the table is hashed too: tables map the same string to different rows. Row 0 is for missing values.
     """
+    return (1 + hashes(values, name) % np.uint64(cap - 1)).astype(np.int32)
+
+
+def hashes(values: Any, name: str) -> np.ndarray:
+    """Hash a series of strings without nulls, and the name of their column, u64[n]."""
     texts = "".join(values.to_list()).encode()
     ends = values.str.len_bytes().to_numpy().astype(np.int64).cumsum()
     seed = _fnv(np.frombuffer(name.encode(), np.uint8), np.array([len(name.encode())]), np.uint64(14695981039346656037))
-    h = _fnv(np.frombuffer(texts, np.uint8), ends, seed[0])
-    return (1 + h % np.uint64(cap - 1)).astype(np.int32)
+    return _fnv(np.frombuffer(texts, np.uint8), ends, seed[0])
 
 
 @numba.njit(cache=True, nogil=True)
@@ -79,7 +85,7 @@ def encoders(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, Id
 
     found: dict[str, Ids] = {}
     for feature in schema.features:
-        if not isinstance(feature, Categorical | Bag) or table_of(feature) != feature.column:
+        if not isinstance(feature, Categorical | MultiHot | Sequence) or table_of(feature) != feature.column:
             continue
         cap = feature.hash_cap
         found[feature.column] = (
@@ -101,7 +107,7 @@ def table_rows(schema: Schema, vocabularies: dict[str, list[str]]) -> dict[str, 
     for feature in schema.features:
         if isinstance(feature, Dense) and feature.buckets:
             rows[feature.column] = 2 + len(feature.buckets)  # one bucket more than bounds, and row 0
-        elif isinstance(feature, Categorical | Bag) and table_of(feature) == feature.column:
+        elif isinstance(feature, Categorical | MultiHot | Sequence) and table_of(feature) == feature.column:
             cap = feature.hash_cap
             rows[feature.column] = FIRST_ROW + len(vocabularies[feature.column]) if cap is None else cap
     return rows
@@ -126,7 +132,7 @@ def categories(series: Any, absent: Iterable[str]) -> Any:
     return texts.set(nothing, None) if nothing.any() else texts
 
 
-def flattened(bag: Bag, series: Any, absent: Iterable[str]) -> tuple[np.ndarray, Any]:
+def flattened(bag: MultiHot | Sequence, series: Any, absent: Iterable[str]) -> tuple[np.ndarray, Any]:
     """Concatenate the categories of a bag, at most `bag.hots` of each of n strings with separators, or lists.
 
     Args:
@@ -166,6 +172,12 @@ def padded(many: np.ndarray, ids: np.ndarray, hots: int) -> np.ndarray:
     return found
 
 
+def labels_of(label: Label, frame: Any) -> np.ndarray:
+    """Return a label of rows from `read_table`, bool[n] or f64[n]."""
+    found = frame[f"n:{label.column}"].to_numpy()
+    return found if label.at_least is None else found >= label.at_least
+
+
 def numbers(feature, column: np.ndarray) -> np.ndarray:
     """Return a dense column before it is standardised, f64[n], NaN where missing."""
     return np.log1p(np.maximum(column, 0)) if feature.log else column
@@ -186,19 +198,20 @@ def buckets(feature: Dense, values: np.ndarray) -> np.ndarray:
 
 
 def arrays(
-    schema: Schema, frame: Any, ids_of: dict[str, Ids], moments: dict[str, list[float]]
+    schema: Schema,
+    frame: Any,
+    ids_of: dict[str, Ids],
+    moments: dict[str, list[float]],
+    histories: Callable[[History, Any], np.ndarray],
 ) -> dict[str, np.ndarray]:
-    """Encode rows from `read_table` as a block holds them.
+    """Encode rows from `read_table` as a block holds them; `histories`: (feature, rows) -> i32[n, H].
 
     Returns:
       label f32[n] or f32[n, K] and weight f32[n] if the schema has them, dense f32[n, N], 'ids.sparse' i32[n, F] if F >
       0, 'ids.NAME' i32[n, H] for each bag, and 'key.NAME' u8[n, KEY_BYTES], UTF-8, for each key.
     """
     column = lambda name: frame[f"n:{name}"].to_numpy()
-    labels = [
-        column(label.column) if label.at_least is None else column(label.column) >= label.at_least
-        for label in schema.label
-    ]
+    labels = [labels_of(label, frame) for label in schema.label]
     found: dict[str, np.ndarray] = {}
     if labels:
         label = np.stack(labels, axis=1).astype(np.float32)
@@ -211,6 +224,9 @@ def arrays(
     if single:
         found["ids.sparse"] = np.stack(single, axis=1)
     for bag in schema.bags:
+        if isinstance(bag, History):
+            found[f"ids.{bag.column}"] = histories(bag, frame)
+            continue
         many, values = flattened(bag, frame[f"b:{bag.column}"], schema.absent)
         found[f"ids.{bag.column}"] = padded(many, ids_of[table_of(bag)](values), bag.hots)
     for name in schema.keys:

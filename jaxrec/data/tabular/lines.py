@@ -6,9 +6,7 @@ import numba
 import numpy as np
 
 SPLIT = "\x1f"  # replaces a separator of several characters
-NO_UTF8 = (
-    "is no UTF-8; if the file is Latin-1, as of many spreadsheets, convert it (iconv -f latin1 -t utf-8 OLD > NEW)"
-)
+NO_UTF8 = "is no UTF-8; if the file is Latin-1, as of many spreadsheets, the schema says encoding='latin-1'"
 
 
 def well_formed(text: bytes, separator: bytes, columns: int, quote: bool) -> np.ndarray:
@@ -76,7 +74,8 @@ def explain(line: bytes, separator: bytes, columns: int, quote: bool) -> str:
         if found is None:
             return (
                 "a quote is open or stands inside of a field, but quotes surround a field, and are doubled inside of it"
-                " (quote=False of the schema takes them as text)"
+                " (quote=False of the schema takes them as text"
+                + (r"""; sed 's/\\"/""/g' doubles those after a backslash)""" if rb"\"" in line else ")")
             )
         fields = len(re.findall(rb"(?:^|" + escaped + rb")" + field, line))
     return "" if fields == columns else f"{fields} fields, but a row has {columns}"

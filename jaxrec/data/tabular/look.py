@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.data.tabular.encode import flattened, numbers
+from jaxrec.data.tabular.encode import flattened, labels_of, numbers
 from jaxrec.data.tabular.reading import Table
-from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Feature, Schema, table_of
+from jaxrec.data.tabular.schema import Bag, Categorical, Dense, Feature, History, Schema, table_of
 from jaxrec.data.tabular.splits import ByTime
 from jaxrec.files import atomic_write
 
@@ -53,7 +53,9 @@ class Looking:
         self._pending: dict[str, list[Any]] = {}
         self._targets = [label.column for label in schema.label if label.regression]
         self._moments = {name: (0, 0.0, 0.0) for name in [*(f.column for f in schema.dense), *self._targets]}
-        self._missing = {f.column: 0 for f in schema.features}
+        # The items of a history are those of other rows, and were counted there.
+        self._features = [f for f in schema.features if not isinstance(f, History)]
+        self._missing = {f.column: 0 for f in self._features}
         self._spans, self._span_rows = np.zeros((0, 2)), 1  # rows and labels of each span
         self._rows = 0
 
@@ -65,7 +67,7 @@ class Looking:
         self._rows += len(frame)
         self._label(table)
         of_train = frame.filter(pl.Series(trains))
-        for feature in self._schema.features:
+        for feature in self._features:
             role = "n" if isinstance(feature, Dense) else "c" if isinstance(feature, Categorical) else "b"
             key = f"{role}:{feature.column}"
             self._missing[feature.column] += frame[key].null_count()
@@ -81,10 +83,7 @@ class Looking:
             self._number(name, of_train[f"n:{name}"].to_numpy())
 
     def _label(self, table: Table) -> None:
-        first = self._schema.label[0]
-        label = table.frame[f"n:{first.column}"].to_numpy()
-        label = label if first.at_least is None else label >= first.at_least
-        split = self._schema.split
+        label, split = labels_of(self._schema.label[0], table.frame), self._schema.split
         if isinstance(split, ByTime):
             span = np.searchsorted(self._times, table.frame[f"n:{split.column}"].to_numpy(), side="right") - 1
         else:
@@ -128,7 +127,7 @@ class Looking:
         import polars as pl
 
         vocabularies, counts, distinct = {}, {}, {}
-        for feature in self._schema.features:
+        for feature in self._features:
             if isinstance(feature, Dense) or feature.hash_cap is not None or table_of(feature) != feature.column:
                 continue
             self._merge(feature.column)
@@ -157,6 +156,21 @@ class Looking:
                 begin = float(self._times[part[0]]) if len(self._times) else int(part[0]) * self._span_rows
                 found.append([begin, int(rows), float(label / rows)])
         return found
+
+
+def extended(base: Look, look: Look) -> Look:
+    """Return a look whose rows go on from another one's: its categories keep their rows, and its numbers their scale.
+
+    The categories that are new come after them, most frequent first.
+    """
+    vocabularies, counts = {}, {}
+    for name, values in look.vocabularies.items():
+        count = dict(zip(values, look.counts[name].tolist(), strict=True))
+        known = dict.fromkeys([*base.vocabularies[name], *values])
+        vocabularies[name] = [*known]
+        counts[name] = np.array([count.get(value, 0) for value in known], np.int64)
+    moments = {key: base.summary[key] for key in ("moments", "targets") if key in base.summary}
+    return Look(vocabularies, counts, look.summary | moments)
 
 
 def save(path: Path, look: Look, found: dict[str, Any]) -> None:
@@ -196,7 +210,7 @@ def digest(schema: Schema, look: Look) -> str:
     if any(getattr(feature, "hash_cap", None) for feature in schema.features):  # no vocabulary tells how they were read
         kept["format"] = FORMAT
     # How rows are read, split, weighted and labelled does not affect the mapping of values.
-    for name in ("split", "columns", "separator", "quote", "weight", "label", "keys"):
+    for name in ("split", "columns", "separator", "quote", "weight", "label", "keys", "encoding"):
         kept["schema"].pop(name, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -224,7 +238,12 @@ def shown(
     """
     found = {}
     for feature in schema.features:
-        one: dict[str, Any] = {"missing_share": look.summary["missing"][feature.column] / max(look.summary["rows"], 1)}
+        one: dict[str, Any] = {}
+        if isinstance(feature, History):
+            missing = look.summary["rows"] - sum(counts[f"ids.{feature.column}"][0][0] for counts in ids.values())
+        else:
+            missing = look.summary["missing"][feature.column]
+        one["missing_share"] = missing / max(look.summary["rows"], 1)
         if table_of(feature) in tables:
             one["table_rows"] = tables[table_of(feature)]
             its = {split: _ids_of(feature, schema, counts) for split, counts in ids.items()}
@@ -234,9 +253,9 @@ def shown(
                 one["most"] = max(sum(map(bool, given)) for given, _ in its.values())
         if feature.column in look.summary["distinct"]:
             one["distinct"] = look.summary["distinct"][feature.column]
-            counts = look.counts[feature.column]
-            top = zip(look.vocabularies[feature.column][:_TOP], counts[:_TOP].tolist(), strict=True)
-            one["top"] = [[value, count] for value, count in top]
+            counts, values = look.counts[feature.column], look.vocabularies[feature.column]
+            top = np.argsort(-counts, kind="stable")[:_TOP].tolist()
+            one["top"] = [[values[row], int(counts[row])] for row in top]
         if isinstance(feature, Dense) and feature.standardise:
             one["mean"], one["deviation"] = look.summary["moments"][feature.column]
         found[feature.column] = one

@@ -1,15 +1,16 @@
 """Files of a table to shards of blocks, by its schema.
 
-The rows are read two or three times: to count them (or their times) if the split needs it, for statistics (`look`), and
-to write them.
+The rows are read two to four times: to count them (or their times) if the split needs it, for statistics (`look`), for
+the logs of histories, and to write them.
 
 Legend: n rows of a piece.
 """
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +31,20 @@ from jaxrec.data.preparation import (
 )
 from jaxrec.data.sources import local_files
 from jaxrec.data.tabular import look as looks
-from jaxrec.data.tabular.encode import arrays, encoders, table_rows
+from jaxrec.data.tabular.encode import Ids, arrays, encoders, table_rows
+from jaxrec.data.tabular.histories import (
+    AS_PREPARED,
+    RECORD,
+    before,
+    in_parts,
+    log_path,
+    open_log,
+    open_logs,
+    remembered,
+    write_log,
+)
 from jaxrec.data.tabular.reading import Piece, Table, read_pieces, read_table
-from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Schema, table_of
+from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, History, Schema, table_of
 from jaxrec.data.tabular.splits import ByColumn, ByFile, ByRows, ByTime, bounds, sides
 from jaxrec.files import local_path
 
@@ -45,6 +57,7 @@ def prepare(
     max_bad_rows: int = 0,
     block_rows: int = 4096,
     blocks_per_shard: int = 64,
+    onto: str | Path | None = None,
     progress: Callable[[Progress], object] | None = None,
 ) -> dict[str, Any]:
     """Prepare a table; return at once if it is already prepared, resume if a previous run was killed.
@@ -57,30 +70,72 @@ def prepare(
       max_bad_rows: number of malformed rows to leave out before giving up.
       block_rows: rows per block, the unit of reading.
       blocks_per_shard: blocks per shard, the unit of resuming.
+      onto: directory of a table prepared before by the same schema, of which these files are newer rows: its categories
+        keep their rows in all tables, new ones come after them, numbers are scaled as there, and histories begin there.
       progress: called after each piece that is read.
 
     Returns:
       The metadata: rows and label_mean of each split, skipped_rows, cardinalities, options, sources; and under 'table'
       the names of labels, dense features and columns of the lookup 'sparse', the bags, the rows of all tables, a digest
-      of the mapping from values to rows, mean and deviation of labels of a regression, the keys, and a summary.
+      of the mapping from values to rows, and those of the tables that it goes on from, mean and deviation of labels of
+      a regression, the keys, and a summary.
 
     Raises:
-      ValueError: a malformed file or row (with file, line, rule), a missing column, or an error of `prepare_files`.
+      ValueError: a malformed file or row (with file, line, rule), a missing column, another schema than that of `onto`,
+        or an error of `prepare_files`.
       OSError: the disk is full, or a file or directory is not readable or writable. The same call resumes from there.
       ImportError: the extra `data` is not installed.
     """
+    base = None if onto is None else _open_base(local_path(onto), schema)
     options = {
         "max_bad_rows": whole_number("max_bad_rows", max_bad_rows, 0),
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
         "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
+        "onto": None if base is None else base.digests[-1],
         "format": looks.FORMAT,
     }
     return prepare_files(
         local_files(sources), local_path(directory), options,
-        lambda paths, known: read_pieces(paths, schema, known), lambda job: _write(job, schema), progress,
+        lambda paths, known: read_pieces(paths, schema, known), lambda job: _write(job, schema, base), progress,
         schema.gather, {"layout": _layout(schema)},
     )  # fmt: skip
+
+
+class Base(NamedTuple):
+    """A prepared table that another one goes on from."""
+
+    look: looks.Look
+    digests: list[str]  # of the tables that it goes on from, and its own
+    logs: dict[str, np.ndarray]  # {history: log}
+
+
+def _open_base(directory: Path, schema: Schema) -> Base:
+    its = metadata_of(directory)["table"]
+    digests = [*its.get("onto", []), its["digest"]]
+    return Base(look_of(directory, its, schema), digests, open_logs(directory, schema, its))
+
+
+def metadata_of(directory: Path) -> dict[str, Any]:
+    """Return the metadata of a prepared table that this version can map values by."""
+    metadata = open_table(directory, "train").metadata
+    if metadata["options"].get("format") != looks.FORMAT:
+        raise ValueError(
+            f"{directory} was prepared by an earlier version, which read some values otherwise, such as 12.0 and nan: "
+            "prepare the same sources in another directory, and give that; if it has another vocabulary, train again."
+        )
+    return metadata
+
+
+def look_of(directory: Path, table: Mapping[str, Any], schema: Schema) -> looks.Look:
+    """Return the look of a prepared table with that metadata; raise ValueError if its schema maps values otherwise."""
+    look, _ = looks.load(directory / VOCABULARY, AS_PREPARED)
+    if looks.digest(schema, look) != table["digest"]:
+        raise ValueError(
+            f"{directory} was prepared with another schema, by which the same values are other categories: give the "
+            "one that it was prepared with."
+        )
+    return look
 
 
 def open_table(directory: str | Path, name: str) -> Split:
@@ -105,7 +160,7 @@ def _layout(schema: Schema) -> dict[str, Any]:
     return Layout("table", columns)._asdict()
 
 
-def _write(job: Job, schema: Schema) -> list[int]:
+def _write(job: Job, schema: Schema, base: Base | None) -> list[int]:
     """Write the missing shards; return the number of rows of each table."""
     if isinstance(split := schema.split, ByFile):
         for path in job.paths:
@@ -113,14 +168,16 @@ def _write(job: Job, schema: Schema) -> list[int]:
                 raise ValueError(
                     f"{path} is none of the files of the split: {split}. Rename it, or say what it is for."
                 )
-    look, found = _look(job, schema)
+    look, found = _look(job, schema, base)
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     rows = table_rows(schema, look.vocabularies)
     check_table_rows(sum(rows.values()), "give a larger min_count, or a hash_cap")
+    logs = {bag.column: _log(job, schema, bag, ids_of[bag.of], base) for bag in schema.bags if isinstance(bag, History)}
+    histories = lambda history, frame: before(history, frame, logs[history.column])
 
     def read(piece):
         table = read_table(piece, schema)
-        side, columns = _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments)
+        side, columns = _sides(schema, found, piece, table), arrays(schema, table.frame, ids_of, moments, histories)
         return Encoded(piece, table.row, side, columns, table.bad_rows, table.why)
 
     encoded = lambda from_row: (each for _, each in tables(job, "writes", read, from_row))
@@ -134,6 +191,7 @@ def _write(job: Job, schema: Schema) -> list[int]:
         "digest": looks.digest(schema, look), "features": looks.shown(schema, look, rows, job.state["ids"]),
         "label_over_time": look.summary["label_over_time"],
         "targets": look.summary.get("targets", {}), "keys": list(schema.keys),
+        "histories": {name: len(log) for name, log in logs.items()}, "onto": [] if base is None else base.digests,
     }  # fmt: skip
     return list(rows.values())
 
@@ -149,16 +207,30 @@ def _sides(schema: Schema, found: dict[str, Any], piece: Piece, table: Table) ->
     return sides(split, found, table.row, column)
 
 
-def _look(job: Job, schema: Schema) -> tuple[looks.Look, dict[str, Any]]:
+def _look(job: Job, schema: Schema, base: Base | None) -> tuple[looks.Look, dict[str, Any]]:
     """Return the statistics of all rows, and what the split needs to know of them; computed once."""
     path = job.directory / VOCABULARY
     if not path.exists():
+        for log in job.directory.glob("history_*.log"):  # of another vocabulary
+            log.unlink()
         found = _found(job, schema)
         looking = looks.Looking(schema, found.get("periods", ()))
         for piece, table in tables(job, "looks", lambda piece: read_table(piece, schema)):
             looking.add(table, _sides(schema, found, piece, table) == 0)
-        looks.save(path, looking.done(), found)
+        look = looking.done()
+        looks.save(path, look if base is None else looks.extended(base.look, look), found)
     return looks.load(path, COUNT_AGAIN)
+
+
+def _log(job: Job, schema: Schema, history: History, ids: Ids, base: Base | None) -> np.ndarray:
+    """Return the log that the histories of all rows are looked up in; written once."""
+    path = log_path(job.directory, schema, history)
+    if not path.exists():
+        read = lambda piece: read_table(piece, schema)
+        pieces = (remembered(history, schema, table.frame, ids) for _, table in tables(job, "histories", read))
+        earlier = np.zeros(0, RECORD) if base is None else base.logs[history.column]
+        write_log(path, itertools.chain(in_parts(earlier), pieces), len(earlier) + count_rows(job))
+    return open_log(path, COUNT_AGAIN)
 
 
 def _found(job: Job, schema: Schema) -> dict[str, Any]:

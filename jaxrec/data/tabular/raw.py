@@ -14,13 +14,12 @@ from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
 from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of, table_rows
-from jaxrec.data.tabular.preparation import open_table
+from jaxrec.data.tabular.histories import AS_PREPARED, before, open_logs
+from jaxrec.data.tabular.preparation import look_of, metadata_of
 from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Categorical, Schema, is_bucketed, restored
 from jaxrec.data.tabular.splits import ByRows
 from jaxrec.files import local_path
-
-_AS_PREPARED = "give the directory as it was prepared."
 
 
 def has_labels(sources: Sequence[str | Path], schema: Schema) -> bool:
@@ -60,6 +59,9 @@ def read_rows(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Stream the rows of raw files in order, with the ids of a prepared table.
 
+    A `History` holds what the user did before in the rows that were prepared, and nothing of these files: the rows that
+    were prepared have the histories that they had there.
+
     Args:
       sources: as for `has_labels`.
       schema: schema of the prepared table; its split is ignored.
@@ -70,20 +72,16 @@ def read_rows(
       Blocks as from `encode.arrays`, without `label` and `weight` if not labelled, and without keys that a file lacks.
     """
     directory = local_path(directory)
-    metadata = _metadata(directory)
-    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
-    if looks.digest(schema, look) != metadata["table"]["digest"]:
-        raise ValueError(
-            f"{directory} was prepared with another schema, by which the same values are other categories: give the "
-            "one that it was prepared with."
-        )
+    table = metadata_of(directory)["table"]
+    look, logs = look_of(directory, table, schema), open_logs(directory, schema, table)
     schema = _as_read(schema, labelled, keys_in(sources, schema))
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
+    histories = lambda history, frame: before(history, frame, logs[history.column])
     for piece in read_pieces(local_files(sources), schema):
-        table = read_table(piece, schema)
-        if table.bad_rows:
-            raise ValueError(f"{table.why}. Correct it: every row is predicted.")
-        yield arrays(schema, table.frame, ids_of, moments)
+        rows = read_table(piece, schema)
+        if rows.bad_rows:
+            raise ValueError(f"{rows.why}. Correct it: every row is predicted.")
+        yield arrays(schema, rows.frame, ids_of, moments, histories)
 
 
 def schema_of(directory: str | Path) -> Schema:
@@ -95,7 +93,7 @@ def schema_of(directory: str | Path) -> Schema:
     Raises:
       ValueError: the preparation is incomplete, of Criteo's files, or by an earlier version.
     """
-    return restored(_metadata(local_path(directory))["options"]["schema"])
+    return restored(metadata_of(local_path(directory))["options"]["schema"])
 
 
 def mapping_of(directory: str | Path) -> tuple[Schema, dict[str, list[str]], dict[str, list[float]]]:
@@ -112,11 +110,11 @@ def mapping_of(directory: str | Path) -> tuple[Schema, dict[str, list[str]], dic
       ValueError: as for `schema_of`, or vocabulary.npz is missing, damaged or of another preparation.
     """
     directory = local_path(directory)
-    metadata = _metadata(directory)
+    metadata = metadata_of(directory)
     schema = restored(metadata["options"]["schema"])
-    look, _ = looks.load(directory / VOCABULARY, _AS_PREPARED)
+    look, _ = looks.load(directory / VOCABULARY, AS_PREPARED)
     if looks.digest(schema, look) != metadata["table"]["digest"]:
-        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {_AS_PREPARED}")
+        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {AS_PREPARED}")
     return schema, look.vocabularies, look.summary["moments"]
 
 
@@ -177,17 +175,6 @@ def _vocabulary(feature: Any, schema: Schema, known: dict[str, list[str]], ids_o
     else:
         words = [None, "<unknown>", *known.get(feature.column, [])]
     return Vocabulary(decode, encode)
-
-
-def _metadata(directory: Path) -> dict[str, Any]:
-    """Return the metadata of a table that this version can map values by."""
-    metadata = open_table(directory, "train").metadata
-    if metadata["options"].get("format") != looks.FORMAT:
-        raise ValueError(
-            f"{directory} was prepared by an earlier version, which read some values otherwise, such as 12.0 and nan: "
-            "prepare the same sources in another directory, and give that; if it has another vocabulary, train again."
-        )
-    return metadata
 
 
 def _as_read(schema: Schema, labelled: bool, keys: tuple[str, ...] = ()) -> Schema:

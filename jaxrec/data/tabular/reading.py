@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxrec.data.sources import CHUNK_BYTES, Seen, changed, is_parquet, read_chunks
+from jaxrec.data.sources import CHUNK_BYTES, Chunk, Seen, changed, is_parquet, read_chunks
 from jaxrec.data.tabular.encode import categories
 from jaxrec.data.tabular.lines import NO_UTF8, SPLIT, explain, well_formed
-from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Dense, Schema
-from jaxrec.data.tabular.splits import ByColumn, ByTime
+from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Dense, History, Schema
+from jaxrec.data.tabular.splits import ByColumn
 
 PARQUET_ROWS = 1 << 17  # read at once, which bounds the memory of a preparation together with CHUNK_BYTES
 
@@ -70,13 +70,26 @@ def _text(path: Path, schema: Schema, known) -> Iterator[Piece]:
     if names is not None:
         _check_names(path, schema, names, ", as columns=(...) of the schema says")
     for chunk in read_chunks([path], [known]):
-        text, first_line, rows = chunk.text, chunk.first_line, chunk.rows
+        text, first_line, rows = _in_utf8(chunk, schema.encoding), chunk.first_line, chunk.rows
         if header and first_line == 1:
             line, _, text = text.partition(b"\n")
             names, first_line, rows = _header(path, schema, line), 2, rows - 1
         assert names is not None
         seen = chunk.seen._replace(lines=chunk.seen.lines - header)
         yield Piece(path, 0, first_line, first_line - 1 - header, rows, text, names, seen)
+
+
+def _in_utf8(chunk: Chunk, encoding: str) -> bytes:
+    if encoding == "utf-8":
+        return chunk.text  # checked line by line
+    try:
+        return chunk.text.decode(encoding).encode()
+    except UnicodeDecodeError as error:
+        line = chunk.first_line + chunk.text.count(b"\n", 0, error.start)
+        raise ValueError(
+            f"{chunk.path}, line {line}: byte {error.object[error.start]:#04x} is no {encoding}, the encoding of the "
+            "schema: give that of the file."
+        ) from None
 
 
 def _header(path: Path, schema: Schema, line: bytes) -> tuple[str, ...]:
@@ -191,7 +204,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
 
     def number(name, needed, rule="a number", fits=None):
         series = frame[name]
-        found = _numbers(pl, series, name == times, piece, name)
+        found = _numbers(pl, series, name in schema.times, name in of_histories, piece, name)
         absent = series.is_null() | found.is_nan().fill_null(False) | found.is_in(no_numbers).fill_null(False)
         if series.dtype == pl.String:
             absent |= series.is_in(["", *schema.missing]).fill_null(True)
@@ -200,7 +213,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
         checks.append((name, rule, (ok if needed else ok | absent).to_numpy(), series))
         columns[f"n:{name}"] = found
 
-    times = schema.split.column if isinstance(schema.split, ByTime) else None
+    of_histories = [bag.time for bag in schema.bags if isinstance(bag, History)]
     for label in schema.label:
         binary = label.at_least is None and not label.regression
         within = (lambda found: (found == 0) | (found == 1)) if binary else None
@@ -211,15 +224,18 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
         number(label.column, True, rule, within)
     if schema.weight:
         number(schema.weight, True, "a number from 0", lambda found: (found >= 0) & found.is_finite())
-    if times and f"n:{times}" not in columns:
-        number(times, True, "a number, or a date and time such as 2014-10-21 05:00")
+    for name in schema.times:
+        if f"n:{name}" not in columns:
+            number(name, True, "a number, or a date and time such as 2014-10-21 05:00")
     for feature in schema.features:
         if isinstance(feature, Dense):
             if f"n:{feature.column}" not in columns:
                 number(feature.column, False, "a number or missing")
             continue
-        role = "c" if isinstance(feature, Categorical) else "b"
-        columns[f"{role}:{feature.column}"] = _categories(pl, frame[feature.column], schema.absent, piece, role)
+        name, role = feature.column, "c" if isinstance(feature, Categorical) else "b"
+        if isinstance(feature, History):
+            name, role = feature.by, "c"
+        columns[f"{role}:{name}"] = _categories(pl, frame[name], schema.absent, piece, role)
     for name in schema.keys:
         found = _categories(pl, frame[name], schema.absent, piece, "c")
         short = (found.str.len_bytes() <= KEY_BYTES).fill_null(True)
@@ -240,8 +256,10 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
     return pl.DataFrame({key: series.alias(key) for key, series in columns.items()}), fits, rule
 
 
-def _numbers(pl, series, time: bool, piece: Piece, name: str):
-    """Convert a series to f64, null where missing."""
+def _numbers(pl, series, time: bool, seconds: bool, piece: Piece, name: str):
+    """Convert a series to f64, null where missing; dates to `seconds` since 1970, as of text, or as they are stored."""
+    if seconds and series.dtype in (pl.Date, pl.Datetime):
+        return series.dt.epoch("us").cast(pl.Float64) / 1e6
     if series.dtype.is_temporal():
         return series.to_physical().cast(pl.Float64)
     if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):

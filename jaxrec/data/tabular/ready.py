@@ -1,10 +1,7 @@
-"""Schemas of public click logs, split as is usual for each, or by time.
-
-Legend: T steps of a sequence.
-"""
+"""Schemas of public click logs, split as is usual for each, or by time."""
 
 from jaxrec.data.tabular.movielens import gather
-from jaxrec.data.tabular.schema import Categorical, Dense, Feature, Label, MultiHot, Schema, Sequence
+from jaxrec.data.tabular.schema import Categorical, Dense, Feature, History, Label, MultiHot, Schema
 from jaxrec.data.tabular.splits import ByFile, ByRows, ByTime
 
 _NUMBERS = tuple(f"I{number}" for number in range(1, 14))
@@ -53,7 +50,7 @@ _USER = tuple(Categorical(name, 1) for name in ("user", "gender", "age", "occupa
 
 MOVIELENS_1M = Schema(
     label=Label("rating", at_least=4),
-    features=(*_USER, *_MOVIE, Sequence("history", last=20, share="movie")),
+    features=(*_USER, *_MOVIE, History("movie", by="user", last=20, column="history")),
     split=ByTime("time", train=0.8, validation=0.1),
     gather=gather,
 )

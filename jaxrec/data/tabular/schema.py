@@ -7,7 +7,7 @@
     )
 
 A vocabulary maps missing categories to row 0, all rare ones to row 1, and the others to rows from 2; in bags
-(`MultiHot`, `Sequence`) a missing category is -1.
+(`MultiHot`, `Sequence`, `History`) a missing category is -1.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxrec.bounds import real_number, whole_number
 from jaxrec.data.preparation import MOST_ROWS
@@ -110,6 +110,49 @@ class Sequence:
 
 
 @dataclasses.dataclass(frozen=True)
+class History:
+    """The categories that a column had in earlier rows of the same user, oldest first, which the preparation looks up.
+
+    A row sees the rows of all files whose time is strictly before its own, in the order of time, and of the files where
+    times are equal. A row without a user or category is not remembered, and one without a user has no history.
+
+    Attributes:
+      of: column of a `Categorical`, whose table is looked up.
+      by: column of the user, a feature or not.
+      last: T, number of categories kept, the newest ones.
+      time: column of numbers, or of ISO 8601 dates and times; None for that of a split `ByTime`.
+      where: label; only rows where it is 1 are remembered, such as clicks; None for all.
+      column: name of the bag; OF_history if empty.
+
+    >>> features = [Categorical("user"), Categorical("item"), History("item", by="user", where="click")]
+    >>> Schema("click", features, ByTime("hour")).bags[0].column
+    'item_history'
+    """
+
+    of: str
+    by: str
+    last: int = 20
+    time: str | None = None
+    where: str | None = None
+    column: str = ""
+    separator: ClassVar[str] = "|"  # of a text at a server, which is given the history
+
+    @property
+    def hots(self) -> int:
+        """T, width of the bag."""
+        return self.last
+
+    @property
+    def share(self) -> str:
+        """Column whose table is looked up."""
+        return self.of
+
+    def __post_init__(self):
+        object.__setattr__(self, "column", self.column or f"{self.of}_history")
+        _check_bag(self, "last", self.last)
+
+
+@dataclasses.dataclass(frozen=True)
 class Dense:
     """A column of one number per row.
 
@@ -161,8 +204,8 @@ class Label:
             real_number(f"at_least of {self.column!r}", self.at_least, "finite", math.isfinite)
 
 
-Feature = Categorical | MultiHot | Sequence | Dense
-Bag = MultiHot | Sequence
+Feature = Categorical | MultiHot | Sequence | History | Dense
+Bag = MultiHot | Sequence | History
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +224,7 @@ class Schema:
       quote: whether fields of a text may be in double quotes.
       missing: strings that stand for a missing value, besides the empty field and, except for the label, weight and
         split, NaN.
+      encoding: how the characters of a text are written, as Python calls it, such as 'latin-1' or 'cp1252'.
       gather: (sources, directory) -> sources: first joins several files into one table, in the directory of the
         preparation.
 
@@ -197,6 +241,7 @@ class Schema:
     quote: bool = True
     missing: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
+    encoding: str = "utf-8"
     gather: Callable[[Several[Path], Path], Several[Path]] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -211,7 +256,7 @@ class Schema:
         if self.columns is not None:
             set_to("columns", texts("columns", self.columns))
         _check_schema(self)
-        set_to("features", tuple(_sharing(f, self.features) if not isinstance(f, Dense) else f for f in self.features))
+        set_to("features", tuple(_completed(f, self) for f in self.features))
 
     @property
     def single(self) -> tuple[str, ...]:
@@ -231,10 +276,18 @@ class Schema:
     @property
     def used(self) -> tuple[str, ...]:
         """All columns that are read, each once."""
-        names = [label.column for label in self.label] + [f.column for f in self.features]
+        names = [label.column for label in self.label]
+        for f in self.features:
+            names += [f.of, f.by, str(f.time)] if isinstance(f, History) else [f.column]
         names += [*([self.weight] if self.weight else []), *self.keys]
         names += [self.split.column] if isinstance(self.split, ByTime | ByColumn) else []
         return tuple(dict.fromkeys(names))
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        """Columns of times, each once."""
+        names = [self.split.column] if isinstance(self.split, ByTime) else []
+        return tuple(dict.fromkeys(names + [str(f.time) for f in self.features if isinstance(f, History)]))
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -249,8 +302,9 @@ class Schema:
             if f.name not in ("label", "features", "split", "gather")
         }
         kinds = {"label": self.label, "features": self.features, "split": (self.split,)}
-        if not self.keys:
-            plain.pop("keys")  # so that older descriptions stay
+        for name, by_default in (("keys", ()), ("encoding", "utf-8")):  # so that older descriptions stay
+            if plain[name] == by_default:
+                plain.pop(name)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()} | {
             name: [[type(one).__name__, _fields(one)] for one in many] for name, many in kinds.items()
         }
@@ -258,7 +312,7 @@ class Schema:
 
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Label, Categorical, MultiHot, Sequence, Dense, ByRows, AtRandom, ByTime, ByColumn, ByFile)
+    for kind in (Label, Categorical, MultiHot, Sequence, History, Dense, ByRows, AtRandom, ByTime, ByColumn, ByFile)
 }
 
 
@@ -285,9 +339,13 @@ def table_of(feature: Feature) -> str:
     return feature.column if isinstance(feature, Dense) else feature.share or feature.column
 
 
-def _sharing(feature: Categorical | Bag, features: Several[Feature]) -> Categorical | Bag:
-    """Return a feature with the min_count and hash_cap of the column whose table it shares."""
-    of = next((f for f in features if f.column == feature.share), None)
+def _completed(feature: Feature, schema: Schema) -> Feature:
+    """Return a feature with the min_count and hash_cap of the column whose table it shares, or with its time."""
+    if isinstance(feature, Dense):
+        return feature
+    if isinstance(feature, History):
+        return dataclasses.replace(feature, time=feature.time or next(iter(schema.times)))
+    of = next((f for f in schema.features if f.column == feature.share), None)
     if not isinstance(of, Categorical):
         return feature
     for name, value in (("min_count", of.min_count), ("hash_cap", of.hash_cap)):
@@ -328,12 +386,38 @@ def _check_schema(schema: Schema) -> None:
                 f"{feature.column!r} shares the table of {feature.share!r}, which is no Categorical here with a table "
                 "of its own."
             )
+    for feature in (f for f in schema.features if isinstance(f, History)):
+        _check_history(feature, schema)
+    try:
+        ascii_too = bytes(range(128)).decode(schema.encoding) == bytes(range(128)).decode()
+    except (LookupError, TypeError, UnicodeError):
+        ascii_too = False
+    if not ascii_too:
+        raise ValueError(
+            f"encoding={schema.encoding!r} is none that Python knows and in which ASCII characters are bytes: give one "
+            "such as 'latin-1', and convert UTF-16 (iconv -f UTF-16 -t UTF-8)."
+        )
     for name in schema.keys:
         if name == "row" or name in [label.column for label in schema.label]:
             raise ValueError(f"the key {name!r} has the name of something else in a file of predictions: rename it.")
     for bag in schema.bags:
         if {"sparse", "label", "dense", "weight"} & {bag.column}:
             raise ValueError(f"the bag {bag.column!r} has the name of something else in a batch: rename the column.")
+
+
+def _check_history(history: History, schema: Schema) -> None:
+    if history.time is None and not isinstance(schema.split, ByTime):
+        raise ValueError(
+            f"{history.column!r} has no time, and the split is not ByTime: give time=COLUMN, as a row sees what was "
+            "before it."
+        )
+    if history.where is not None and not any(
+        label.column == history.where and not label.regression for label in schema.label
+    ):
+        raise ValueError(
+            f"where={history.where!r} of {history.column!r} is no label of 0 and 1 of this schema "
+            f"({', '.join(label.column for label in schema.label)}): only rows where it is 1 are remembered."
+        )
 
 
 def _check_vocabulary(feature) -> None:
