@@ -9,7 +9,7 @@ Legend: n rows of a piece, m records, T steps of a history.
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,15 @@ def remembered(history: History, schema: Schema, frame: Any, ids: Ids) -> np.nda
     return found
 
 
-def write_log(path: Path, pieces: Iterable[np.ndarray], rows: int) -> None:
+@contextlib.contextmanager
+def writing_log(path: Path, rows: int) -> Iterator[Callable[[np.ndarray], None]]:
     """Sort records by user and time, equal ones in the order given, and write them, whole or not at all.
 
     Args:
-      pieces: from `remembered`.
       rows: at least their number; decides over how many files they are sorted.
+
+    Yields:
+      What adds records, from `remembered`; they are sorted and written when the block ends.
     """
     bits = min((rows // SORTED_ROWS).bit_length(), _MOST_BITS)
     scratch = path.with_name(path.name + ".parts" + PARTIAL)
@@ -62,10 +65,13 @@ def write_log(path: Path, pieces: Iterable[np.ndarray], rows: int) -> None:
     try:
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(scratch / str(part), "w+b")) for part in range(1 << bits)]
-            for records in pieces:
+
+            def add(records):
                 part = (records["user"] >> np.uint64(56)) >> np.uint64(_MOST_BITS - bits)
                 for number in np.unique(part):
                     records[part == number].tofile(files[number])
+
+            yield add
             with atomic_write(path) as partial, open(partial, "wb") as whole:
                 for file in files:
                     file.seek(0)
@@ -86,9 +92,8 @@ def open_log(path: Path, remedy: str, records: int | None = None) -> np.ndarray:
 def open_logs(directory: Path, schema: Schema, table: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Map the logs of all histories of a prepared table, {bag: RECORD[m]}; `table` is its metadata."""
     return {
-        bag.column: open_log(log_path(directory, schema, bag), AS_PREPARED, table["histories"][bag.column])
-        for bag in schema.bags
-        if isinstance(bag, History)
+        its.column: open_log(log_path(directory, schema, its), AS_PREPARED, table["histories"][its.column])
+        for its in schema.histories
     }
 
 
@@ -97,9 +102,10 @@ def in_parts(log: np.ndarray) -> Iterator[np.ndarray]:
     return (log[first : first + SORTED_ROWS] for first in range(0, len(log), SORTED_ROWS))
 
 
-def before(history: History, frame: Any, log: np.ndarray) -> np.ndarray:
+def before(logs: Mapping[str, np.ndarray], history: History, frame: Any) -> np.ndarray:
     """Return the history of each row of a frame from `read_table`, oldest first, padded with -1: i32[n, T]."""
     user, time = _asked(history, frame)
+    log = logs[history.column]
     found = np.full((len(frame), history.last), -1, np.int32)
     there = frame[f"c:{history.by}"].is_not_null().to_numpy()
     found[there] = _newest(log["user"], log["time"], log["item"], user[there], time[there], history.last)

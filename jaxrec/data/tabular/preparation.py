@@ -6,7 +6,8 @@ the logs of histories, and to write them.
 Legend: n rows of a piece.
 """
 
-import itertools
+import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,10 +42,10 @@ from jaxrec.data.tabular.histories import (
     open_log,
     open_logs,
     remembered,
-    write_log,
+    writing_log,
 )
 from jaxrec.data.tabular.reading import Piece, Table, read_pieces, read_table
-from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, History, Schema, table_of
+from jaxrec.data.tabular.schema import KEY_BYTES, Categorical, Schema, table_of
 from jaxrec.data.tabular.splits import ByColumn, ByFile, ByRows, ByTime, bounds, sides
 from jaxrec.files import local_path
 
@@ -172,8 +173,8 @@ def _write(job: Job, schema: Schema, base: Base | None) -> list[int]:
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     rows = table_rows(schema, look.vocabularies)
     check_table_rows(sum(rows.values()), "give a larger min_count, or a hash_cap")
-    logs = {bag.column: _log(job, schema, bag, ids_of[bag.of], base) for bag in schema.bags if isinstance(bag, History)}
-    histories = lambda history, frame: before(history, frame, logs[history.column])
+    logs = _logs(job, schema, ids_of, base)
+    histories = functools.partial(before, logs)
 
     def read(piece):
         table = read_table(piece, schema)
@@ -222,15 +223,22 @@ def _look(job: Job, schema: Schema, base: Base | None) -> tuple[looks.Look, dict
     return looks.load(path, COUNT_AGAIN)
 
 
-def _log(job: Job, schema: Schema, history: History, ids: Ids, base: Base | None) -> np.ndarray:
-    """Return the log that the histories of all rows are looked up in; written once."""
-    path = log_path(job.directory, schema, history)
-    if not path.exists():
-        read = lambda piece: read_table(piece, schema)
-        pieces = (remembered(history, schema, table.frame, ids) for _, table in tables(job, "histories", read))
-        earlier = np.zeros(0, RECORD) if base is None else base.logs[history.column]
-        write_log(path, itertools.chain(in_parts(earlier), pieces), len(earlier) + count_rows(job))
-    return open_log(path, COUNT_AGAIN)
+def _logs(job: Job, schema: Schema, ids_of: dict[str, Ids], base: Base | None) -> dict[str, np.ndarray]:
+    """Return {history: the log that its rows are looked up in}; those that are missing are written in one reading."""
+    paths = {history: log_path(job.directory, schema, history) for history in schema.histories}
+    if missing := {history: path for history, path in paths.items() if not path.exists()}:
+        rows = count_rows(job)
+        with contextlib.ExitStack() as stack:
+            adds = {}
+            for history, path in missing.items():
+                earlier = np.zeros(0, RECORD) if base is None else base.logs[history.column]
+                adds[history] = stack.enter_context(writing_log(path, len(earlier) + rows))
+                for part in in_parts(earlier):
+                    adds[history](part)
+            for _, table in tables(job, "histories", lambda piece: read_table(piece, schema)):
+                for history, add in adds.items():
+                    add(remembered(history, schema, table.frame, ids_of[history.of]))
+    return {history.column: open_log(path, COUNT_AGAIN) for history, path in paths.items()}
 
 
 def _found(job: Job, schema: Schema) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def read_rows(
     look, logs = look_of(directory, table, schema), open_logs(directory, schema, table)
     schema = _as_read(schema, labelled, keys_in(sources, schema))
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
-    histories = lambda history, frame: before(history, frame, logs[history.column])
+    histories = functools.partial(before, logs)
     for piece in read_pieces(local_files(sources), schema):
         rows = read_table(piece, schema)
         if rows.bad_rows:

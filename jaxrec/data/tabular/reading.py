@@ -213,7 +213,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
         checks.append((name, rule, (ok if needed else ok | absent).to_numpy(), series))
         columns[f"n:{name}"] = found
 
-    of_histories = [bag.time for bag in schema.bags if isinstance(bag, History)]
+    of_histories = [history.time for history in schema.histories]
     for label in schema.label:
         binary = label.at_least is None and not label.regression
         within = (lambda found: (found == 0) | (found == 1)) if binary else None

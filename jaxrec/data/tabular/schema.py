@@ -269,6 +269,11 @@ class Schema:
         return tuple(f for f in self.features if isinstance(f, Bag))
 
     @property
+    def histories(self) -> tuple[History, ...]:
+        """Bags that the preparation looks up in earlier rows."""
+        return tuple(f for f in self.features if isinstance(f, History))
+
+    @property
     def dense(self) -> tuple[Dense, ...]:
         """Features that stay numbers."""
         return tuple(f for f in self.features if isinstance(f, Dense) and not f.buckets)
@@ -287,7 +292,7 @@ class Schema:
     def times(self) -> tuple[str, ...]:
         """Columns of times, each once."""
         names = [self.split.column] if isinstance(self.split, ByTime) else []
-        return tuple(dict.fromkeys(names + [str(f.time) for f in self.features if isinstance(f, History)]))
+        return tuple(dict.fromkeys(names + [str(history.time) for history in self.histories]))
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -386,8 +391,8 @@ def _check_schema(schema: Schema) -> None:
                 f"{feature.column!r} shares the table of {feature.share!r}, which is no Categorical here with a table "
                 "of its own."
             )
-    for feature in (f for f in schema.features if isinstance(f, History)):
-        _check_history(feature, schema)
+    for history in schema.histories:
+        _check_history(history, schema)
     try:
         ascii_too = bytes(range(128)).decode(schema.encoding) == bytes(range(128)).decode()
     except (LookupError, TypeError, UnicodeError):
