@@ -84,7 +84,7 @@ class Config:
     prepared: Path | None = None
     """Current location of the run's prepared directory, if it has moved."""
     state: State | None = None
-    """The best or the last state of the run; by default the best one if the run keeps it."""
+    """The best or the last state of the run, or that of a step; by default the best one if the run keeps it."""
     replica: int | Literal["mean"] = "mean"
     """Parameters that predict, if the run had several replicas: the mean of all, or one replica's, from 0."""
     group: str | None = None
@@ -142,12 +142,13 @@ def has_raw_files(config: Config) -> bool:
     return bool(config.path) and not is_prepared(local_path(config.path[0]))
 
 
-def chosen(config: Config, own: Path) -> Path:
-    """Return the prepared directory of --path, or the run's own; it must not test what the run was trained on."""
+def chosen(config: Config, own: Path, *earlier: Path) -> Path:
+    """Return the prepared directory of --path, or the run's own, the last; it must test nothing that it trained on."""
     if not config.path:
         return own
     if config.split != "train":
-        refuse_trained_rows(own, config.path[0])
+        for each in (own, *earlier):
+            refuse_trained_rows(each, config.path[0])
     return config.path[0]
 
 
@@ -174,7 +175,7 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
             {**table, "keys": raw.keys_in(config.path, schema)},
             lambda name: np.concatenate([block[name] for block in kept]),
         )
-    directory = chosen(config, directory)
+    directory = chosen(config, directory, *(path for path in map(Path, run.config["path"][:-1]) if path.is_dir()))
     rows, table = open_rows(directory, config.split, targets), table_of_run(run, directory)
     return Examples(
         iter(Loader(rows, TEST_BATCH)), True, f"{config.split} of {directory}", with_vocabulary(table), table,

@@ -29,7 +29,7 @@ from main.model import keep_copy
 from main.plots import draw, table
 from main.pools import train_pool
 from main.recorder import Recorder, check_seeds, resumed, tensorboard
-from main.recovering import Periodic
+from main.recovering import Saving
 from main.report import QUALITY
 from main.run_dir import go_on_with
 from main.saving import Best, without_gain
@@ -78,7 +78,7 @@ def train_to_the_end(
       saving_so_far: what saving has cost before a plateau.
     """
     looks, trainers, saving = config.looks, config.trainers, config.saves
-    assert isinstance(looks, Evaluations) and isinstance(saving, Periodic)  # as all but trainers in processes
+    assert isinstance(looks, Evaluations) and isinstance(saving, Saving)  # as all but trainers in processes
     job = config.job(data).on(trainers.mesh())
     refuse(refusals(job.spec, looks.group, (), data.table))
     monitored = looks.monitored(data.targets[0])
@@ -219,16 +219,20 @@ def main(config: Config) -> dict:
 
 def may_grow(config: Config) -> set[str]:
     """Return the flags by which a run that is resumed may be made longer, if its steps do not depend on its length."""
-    saves = config.saves
-    drawn = getattr(saves, "fail", ()) == ("gamma",)
-    if config.learning.schedule != "constant" or isinstance(config.trainers, Processes) or drawn:
+    saves, looks = config.saves, config.looks
+    # Failures are drawn, and saves for them planned, over the length of the run; rates follow from its evaluations.
+    planned = getattr(saves, "fail", ()) and (saves.fail == ("gamma",) or saves.save_every_steps is None)
+    reduced = getattr(looks, "reduce_on_plateau", None) is not None
+    if config.learning.schedule != "constant" or isinstance(config.trainers, Processes) or planned or reduced:
         return set()
     if config.source.data == "synthetic":
         return {"epochs"}
-    # Saves of shards are of one table size, the best state of one validation; and with more epochs, files that were
-    # appended would no longer be the last.
-    appends = getattr(saves, "cpr", "none") == "none" and not getattr(config.looks, "keeps_best", False)
-    return {"path"} if appends and len(getattr(config.source, "path", ())) > 1 else {"epochs", "steps"}
+    if config.source.data == "tabular" and len(config.source.path) > 1:
+        # Saves of shards and mapped files are of one table size, the best state of one validation; and with more
+        # epochs, rows that were appended would no longer be the last.
+        of_one_size = saves.cpr != "none" or getattr(config.home, "table_directory", None) is not None
+        return set() if of_one_size or getattr(looks, "keeps_best", False) else {"path"}
+    return {"epochs", "steps"}
 
 
 def one(config: Config, asked: Asked) -> dict:
@@ -240,7 +244,7 @@ def one(config: Config, asked: Asked) -> dict:
         keep_copy(config.learning.model, run.directory)
         # What is trained is what the run has kept, though the file may change meanwhile.
         config = dataclasses.replace(config, learning=config.learning.of_run(run.directory))
-        if not results.get("last_state_saved"):
+        if run.grows or not results.get("last_state_saved"):
             data = data_of(config)
             if isinstance(config.trainers, Processes):
                 results = train_pool(config, run, data, asked)

@@ -59,12 +59,14 @@ def resumed(
             )
         if run.resumed:
             say(f"{run.directory} has not saved anything yet: this run begins at step 0")
+        run.grown()
         return state, None, Past([], {})
     # Rows of categories that came up after the image have their initial values.
     state, image = restore(directory, state, grow=bool(_earlier_digests(data)))
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
     check_mapping(run, image.extra, data)
+    run.grown()
     # Rows after the image are logged again when their steps are trained again.
     kept = [row for row in history if row["step"] <= image.step]
     again = f"; {len(history) - len(kept)} rows of metrics after it are made again" if kept != history else ""
@@ -100,9 +102,9 @@ def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
         )
 
 
-def _earlier_digests(data: Data) -> Sequence[str]:
-    """Return the digests of the vocabularies that the vocabulary of the data goes on from."""
-    return data.table.get("onto", ()) if data.table is not None else ()
+def _earlier_digests(data: Data) -> list[str | None]:
+    """Return the digests of the data of before, whose rows the run trains on first."""
+    return [] if data.before is None else [data.before.vocabulary_digest, *_earlier_digests(data.before)]
 
 
 def check_seeds(run: Run, seeds: int) -> None:

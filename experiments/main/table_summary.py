@@ -112,7 +112,8 @@ def words(metadata: Mapping[str, Any]) -> str:
     means = " ".join(f"{mean:.4f}" for _, _, mean in table["label_over_time"])
     lines += ["", f"mean of {table['labels'][0]!r} over time: {means}"]
     lines += warnings_of({name: one.get("unknown_share", {}) for name, one in table["features"].items()})
-    alone = [name for name, bag in table["bags"].items() if bag["hots"] > 1 and table["features"][name]["most"] < 2]
+    lists = [name for name, bag in table["bags"].items() if bag["hots"] > 1 and bag["kind"] != "History"]
+    alone = [name for name in lists if table["features"][name]["most"] < 2]
     lines += (
         [f"warning: no row has more than one category of {', '.join(alone)}: is the separator right?"] if alone else []
     )

@@ -203,7 +203,8 @@ def test_newer_rows_go_on_where_the_earlier_ones_ended(tmp_path):
         wanted = [of_old(whole[at][3], at) for _, at in sorted(past)][-3:]
         assert row[row >= 0].tolist() == wanted
     # A third part goes on from the second.
-    third = prepare(paths[:1], tmp_path / "third", SCHEMA, onto=tmp_path / "new")
+    newest = write(tmp_path / "newest.csv", interactions(60, 8))
+    third = prepare([newest], tmp_path / "third", SCHEMA, onto=tmp_path / "new")
     assert third["table"]["onto"] == [before["table"]["digest"], after["table"]["digest"]]
 
 
@@ -215,10 +216,51 @@ def test_a_table_goes_on_from_one_of_its_own_schema_alone(tmp_path):
     with pytest.raises(ValueError, match="is no complete dataset"):
         prepare([path], tmp_path / "again", SCHEMA, onto=tmp_path / "nothing")
     options = {"block_rows": 16, "blocks_per_shard": 1}
+    path = write(tmp_path / "newer.csv", interactions(60, 3)[::-1])
     again = prepare([path], tmp_path / "again", SCHEMA, **options, onto=tmp_path / "out")
     assert again["table"]["onto"] == [again["table"]["digest"]]  # no category is new
     with pytest.raises(ValueError, match="again holds a preparation with other onto"):
         prepare([path], tmp_path / "again", SCHEMA, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"label": Label("click", regression=True)}, "label"),
+        ({"label": [Label("click"), Label("stars", at_least=4)]}, "label"),
+        ({"weight": "stars"}, "weight"),
+    ],
+)
+def test_newer_rows_are_learned_by_the_rule_of_before(tmp_path, change, part):
+    given = {"label": [Label("click")], "features": FEATURES[:2], "split": SCHEMA.split}
+    old, new = (write(tmp_path / f"{day}.csv", interactions(60, day)) for day in range(2))
+    prepare([old], tmp_path / "old", Schema(**given))
+    with pytest.raises(ValueError, match=f"old was prepared with the {part} .*by two rules"):
+        prepare([new], tmp_path / "new", Schema(**given | change), onto=tmp_path / "old")
+
+
+def test_the_days_before_are_told_apart_though_they_map_values_alike(tmp_path):
+    schema = Schema(
+        "click", [Categorical("item", hash_cap=50), History("item", "user", time="time")], AtRandom(0.5, 0.2)
+    )
+    monday, tuesday, wednesday = (write(tmp_path / f"{day}.csv", interactions(40, day)) for day in range(3))
+    prepare([monday], tmp_path / "monday", schema)
+    prepare([tuesday], tmp_path / "tuesday", schema, onto=tmp_path / "monday")
+    prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / "monday")
+    with pytest.raises(ValueError, match="wednesday holds a preparation with other onto"):
+        prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / "tuesday")
+    for repeated in (monday, tuesday):
+        with pytest.raises(
+            ValueError, match=f"{repeated.name} is one of the files of the table that it is prepared onto"
+        ):
+            prepare([wednesday, repeated], tmp_path / f"with {repeated.stem}", schema, onto=tmp_path / "tuesday")
+
+
+def test_what_a_killed_sort_has_left_is_removed(tmp_path):
+    left = tmp_path / "out" / f"history_0.log{logs.SCRATCH}"
+    left.mkdir(parents=True)
+    prepared(tmp_path, interactions(60, 3))
+    assert not left.exists()
 
 
 def test_numbers_of_newer_rows_are_scaled_as_those_of_before(tmp_path):

@@ -23,6 +23,7 @@ from jaxrec.files import PARTIAL, atomic_write
 RECORD = np.dtype([("user", "<u8"), ("time", "<f8"), ("item", "<i4")], align=True)
 """One record of a log; the user is a hash, which two of ten million share with a probability of 3e-6."""
 SORTED_ROWS = 1 << 22  # sorted at once, if no user has more
+SCRATCH = ".parts" + PARTIAL  # after the name of a log: the directory in which it is sorted
 AS_PREPARED = "give the directory as it was prepared."
 _MOST_BITS = 8  # of a user that choose its file
 
@@ -59,8 +60,7 @@ def writing_log(path: Path, rows: int) -> Iterator[Callable[[np.ndarray], None]]
       What adds records, from `remembered`; they are sorted and written when the block ends.
     """
     bits = min((rows // SORTED_ROWS).bit_length(), _MOST_BITS)
-    scratch = path.with_name(path.name + ".parts" + PARTIAL)
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    scratch = path.with_name(path.name + SCRATCH)
     scratch.mkdir()
     try:
         with contextlib.ExitStack() as stack:

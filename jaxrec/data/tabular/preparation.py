@@ -8,7 +8,9 @@ Legend: n rows of a piece.
 
 import contextlib
 import functools
+import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +38,7 @@ from jaxrec.data.tabular.encode import Ids, arrays, encoders, table_rows
 from jaxrec.data.tabular.histories import (
     AS_PREPARED,
     RECORD,
+    SCRATCH,
     before,
     in_parts,
     log_path,
@@ -93,7 +96,7 @@ def prepare(
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
         "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
-        "onto": None if base is None else base.digests[-1],
+        "onto": None if base is None else base.identity,
         "format": looks.FORMAT,
     }
     return prepare_files(
@@ -107,14 +110,27 @@ class Base(NamedTuple):
     """A prepared table that another one goes on from."""
 
     look: looks.Look
+    identity: str  # of its files and options: days without new categories map values alike
     digests: list[str]  # of the tables that it goes on from, and its own
+    texts: list[list[int]]  # sizes and checksums of the files of these tables
     logs: dict[str, np.ndarray]  # {history: log}
 
 
 def _open_base(directory: Path, schema: Schema) -> Base:
-    its = metadata_of(directory)["table"]
+    metadata = metadata_of(directory)
+    its, texts, options = (metadata[key] for key in ("table", "texts", "options"))
+    look = look_of(directory, its, schema)
+    described = json.loads(json.dumps(schema.described()))
+    for part in ("label", "weight"):  # which do not change what values are mapped to
+        now, earlier = described.get(part), options["schema"].get(part)
+        if now != earlier:
+            raise ValueError(
+                f"{directory} was prepared with the {part} {earlier}, not {now}, so "
+                "that rows would be learned and remembered by two rules: give the schema that it was prepared with."
+            )
+    identity = hashlib.sha256(json.dumps([its["digest"], texts, options], sort_keys=True).encode()).hexdigest()[:16]
     digests = [*its.get("onto", []), its["digest"]]
-    return Base(look_of(directory, its, schema), digests, open_logs(directory, schema, its))
+    return Base(look, identity, digests, [*its.get("earlier_texts", []), *texts], open_logs(directory, schema, its))
 
 
 def metadata_of(directory: Path) -> dict[str, Any]:
@@ -133,8 +149,8 @@ def look_of(directory: Path, table: Mapping[str, Any], schema: Schema) -> looks.
     look, _ = looks.load(directory / VOCABULARY, AS_PREPARED)
     if looks.digest(schema, look) != table["digest"]:
         raise ValueError(
-            f"{directory} was prepared with another schema, by which the same values are other categories: give the "
-            "one that it was prepared with."
+            f"{directory} was prepared with another schema, by which the same values are other categories, or its "
+            "vocabulary.npz is of another preparation: give the schema and the directory as they were."
         )
     return look
 
@@ -170,6 +186,12 @@ def _write(job: Job, schema: Schema, base: Base | None) -> list[int]:
                     f"{path} is none of the files of the split: {split}. Rename it, or say what it is for."
                 )
     look, found = _look(job, schema, base)
+    for path, text in zip(job.paths, job.state["texts"], strict=True):
+        if base is not None and text in base.texts:
+            raise ValueError(
+                f"{path} is one of the files of the table that it is prepared onto, or of one before that: give newer "
+                "files alone, in another directory."
+            )
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     rows = table_rows(schema, look.vocabularies)
     check_table_rows(sum(rows.values()), "give a larger min_count, or a hash_cap")
@@ -193,6 +215,7 @@ def _write(job: Job, schema: Schema, base: Base | None) -> list[int]:
         "label_over_time": look.summary["label_over_time"],
         "targets": look.summary.get("targets", {}), "keys": list(schema.keys),
         "histories": {name: len(log) for name, log in logs.items()}, "onto": [] if base is None else base.digests,
+        "earlier_texts": [] if base is None else base.texts,
     }  # fmt: skip
     return list(rows.values())
 
@@ -225,6 +248,8 @@ def _look(job: Job, schema: Schema, base: Base | None) -> tuple[looks.Look, dict
 
 def _logs(job: Job, schema: Schema, ids_of: dict[str, Ids], base: Base | None) -> dict[str, np.ndarray]:
     """Return {history: the log that its rows are looked up in}; those that are missing are written in one reading."""
+    for parts in job.directory.glob(f"history_*{SCRATCH}"):  # of a run that was killed
+        shutil.rmtree(parts)
     paths = {history: log_path(job.directory, schema, history) for history in schema.histories}
     if missing := {history: path for history, path in paths.items() if not path.exists()}:
         rows = count_rows(job)

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxrec.data.preparation import VOCABULARY
 from jaxrec.data.sources import is_parquet, local_files
-from jaxrec.data.tabular import look as looks
 from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, rows_of, table_rows
-from jaxrec.data.tabular.histories import AS_PREPARED, before, open_logs
+from jaxrec.data.tabular.histories import before, open_logs
 from jaxrec.data.tabular.preparation import look_of, metadata_of
 from jaxrec.data.tabular.reading import read_pieces, read_table
 from jaxrec.data.tabular.schema import Categorical, Schema, is_bucketed, restored
@@ -112,9 +110,7 @@ def mapping_of(directory: str | Path) -> tuple[Schema, dict[str, list[str]], dic
     directory = local_path(directory)
     metadata = metadata_of(directory)
     schema = restored(metadata["options"]["schema"])
-    look, _ = looks.load(directory / VOCABULARY, AS_PREPARED)
-    if looks.digest(schema, look) != metadata["table"]["digest"]:
-        raise ValueError(f"{directory / VOCABULARY} is of another preparation: {AS_PREPARED}")
+    look = look_of(directory, metadata["table"], schema)
     return schema, look.vocabularies, look.summary["moments"]
 
 
