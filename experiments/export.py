@@ -48,7 +48,7 @@ class Config:
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
     """The directory of a run, of images, or one image."""
     state: State | None = None
-    """The best or the last state of the run; by default the best one if the run keeps it."""
+    """The best or the last state of the run, or that of a step; by default the best one if the run keeps it."""
     table: str | None = None
     """Name of a table, such as C3."""
     ids: tuple[int, ...] = ()

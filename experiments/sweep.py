@@ -2,6 +2,7 @@
 
     python experiments/sweep.py --vary model=dlrm,dcnv2 row-learning-rate=0.02,0.05 --seeds 3
     python experiments/sweep.py --vary model=lr,fm --fixed data=criteo path=prepared validation-fraction=0.1
+    python experiments/sweep.py --vary model=lr,fm --fixed data=criteo --paths split_{0..4} --seeds 5 --metric test_auc
     python experiments/sweep.py ... --workdir DIR --resume           goes on; what is complete is not trained again
     python experiments/sweep.py ... --workdir DIR --resume --metric validation_log_loss   by another figure
 
@@ -46,6 +47,8 @@ class Config(Flags):
     """flag=value,value,...: all combinations are trained; no value for a flag that is on or off: flag=,no."""
     fixed: tuple[str, ...] = ()
     """flag=value shared by all runs; several values in quotes: "fail=300:3 700:1"."""
+    paths: tuple[Path, ...] = ()
+    """Prepared directories that seeds take in turn, such as several splits: the --path of a run."""
     seeds: int = 3
     metric: str = "validation_auc"
     """Key of results.json by which arms are compared and one is chosen."""
@@ -235,15 +238,18 @@ def main(config: Config) -> dict:
     refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
     arms = {arm: [*fixed, *flags] for arm, flags in arms.items()}
-    check_metric(config.metric, arms)
+    paths = config.paths
+    of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
+    check_metric(config.metric, {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()})
     with (
         Run("sweep", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,
     ):
         seeds = range(config.seed, config.seed + config.seeds)
         has_metric = lambda results: figure_of(results, config.metric)  # before the next arm is trained
-        found = trained_arms(run, arms, config.preset, seeds, asked, check=has_metric)
-        results = summary({arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()})
+        found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed, check=has_metric)
+        figures = {arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()}
+        results = summary(figures, seeds, len(paths) or 1)
         results |= {"metric": config.metric} | chosen(found, config.metric)
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
         better = "more" if sign_of(config.metric) > 0 else "less"

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tarfile
+import tempfile
 import threading
 from pathlib import Path
 
@@ -289,6 +290,21 @@ def test_images_are_kept_replaced_and_never_overwritten(tmp_path):
         write_image(tmp_path / "step_00000004", snapshot(state))
     with pytest.raises(ValueError, match="keep=0"):
         Checkpointer(tmp_path, keep=0)
+
+
+@settings(max_examples=examples(8, 40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.integers(1, 30), min_size=1), st.integers(1, 12), st.integers(1, 3))
+def test_the_first_image_of_each_period_stays_beside_the_last_ones(tmp_path, steps, period, keep):
+    state, steps = make("host", small_spec(1)), sorted(steps)
+    with (
+        tempfile.TemporaryDirectory(dir=tmp_path) as directory,
+        Checkpointer(directory, keep=keep, keep_period=period) as saves,
+    ):
+        for step in steps:
+            saves.save(state._replace(dense=state.dense._replace(step=jnp.asarray(step))))
+            saves.wait()
+        first = {min(step for step in steps if step // period == one) for one in {s // period for s in steps} - {0}}
+        assert {read_manifest(path).step for path in images(Path(directory))} == first | {*steps[-keep:]}
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3])

@@ -39,8 +39,8 @@ class Unprotected:
 
 
 @dataclasses.dataclass(frozen=True)
-class Periodic(Unprotected):
-    """Saves of the whole state."""
+class Saving(Unprotected):
+    """Saves by the process that trains."""
 
     read_by: ClassVar = "trainers in one process, as with --tables host or a --pipeline (others save by themselves)"
     save_every_steps: int | None = None
@@ -61,12 +61,28 @@ class Periodic(Unprotected):
           extra: step -> JSON values to save with a state.
           first_steps: number -> iterator that trains that many steps, to measure costs.
         """
-        checkpointer = engine.enter(Checkpointer(run.directory / "checkpoints", run=run.id, copy=home.copy))
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Periodic(Saving):
+    """Saves of the whole state."""
+
+    keep_period: int | None = None
+    """Keep the first save of every k steps too, beside the last two: evaluate.py --state STEP takes it."""
+
+    def enter(
+        self, engine, run: Run, home: Placed, steps: int, seed: int, image: Any, past: dict,
+        extra: Callable[[int], dict], first_steps: Callable[[int], Iterator],
+    ) -> PeriodicSaves:  # fmt: skip
+        checkpointer = engine.enter(
+            Checkpointer(run.directory / "checkpoints", run=run.id, copy=home.copy, keep_period=self.keep_period)
+        )
         return engine.enter(PeriodicSaves(checkpointer, self.save_every_steps, extra, past.get("saving")))
 
 
 @dataclasses.dataclass(frozen=True)
-class Recovering(Periodic):
+class Recovering(Saving):
     """CPR: saves from which lost shards are restored, and emulated failures."""
 
     read_by: ClassVar = "--cpr mfu, say"

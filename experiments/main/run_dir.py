@@ -25,7 +25,8 @@ from main.signals import EXPERIMENTS, say
 BEST = "best"  # directory of the image of a run's best state, and the key of its figures in that image
 # Flags, on resume; --metric and --vary are of sweep.py, --rates of oac_link_prediction.py.
 _MAY_CHANGE = {
-    "workdir", "resume", "requeue", "save_every_steps", "seeds", "times", "metric", "vary", "tensorboard", "rates",
+    "workdir", "resume", "requeue", "save_every_steps", "keep_period", "seeds", "times", "metric", "vary",
+    "tensorboard", "rates",
 }  # fmt: skip
 _VERSIONS = (
     "jaxrec", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu",
@@ -47,6 +48,7 @@ class Run:
     Attributes:
       id: id of the run, for the manifests of its images.
       resumed: whether the directory held this run before.
+      grows: whether it has grown since, and has not `grown` yet.
 
     Raises:
       ValueError: the directory holds a run and `resume` is off; a flag changed that may not; another process holds the
@@ -87,21 +89,27 @@ class Run:
             )
         self.resumed, self.id = bool(before), before.get("run") or new_run_id()
         # Check everything before writing anything: a refused run leaves no trace.
-        commits, grown = [], []
+        commits, self.grows, self._flags = [], False, flags | {"run": self.id}
         if self.resumed:
-            grown = self._grown({**unset, **before}, flags, may_grow)
+            self.grows = bool(self._growing({**unset, **before}, flags, may_grow))
             self._cut_torn_line()
             self.metrics()  # refuses damaged rows now, not after hours
             past = self.read_json("environment.json")
             commits = [*past.get("earlier_commits", []), past.get("commit")]
         elif resume:
             say(f"{self.directory} holds no run yet: this one begins there")
-        if grown:  # first: with these flags, the results would seem to be of the whole run
-            (self.directory / "results.json").unlink(missing_ok=True)
-        self.write_json("config.json", flags | {"run": self.id})
+        if not self.grows:
+            self.write_json("config.json", self._flags)
         self.write_json("environment.json", read_environment() | ({"earlier_commits": commits} if commits else {}))
 
-    def _grown(self, before, flags, may_grow) -> list[str]:
+    def grown(self) -> None:
+        """Keep the flags of a run that grows, once its state has been restored into what is larger now."""
+        if self.grows:  # results first: with these flags, they would seem to be of the whole run
+            (self.directory / "results.json").unlink(missing_ok=True)
+            self.write_json("config.json", self._flags)
+            self.grows = False
+
+    def _growing(self, before, flags, may_grow) -> list[str]:
         """Return the flags that have grown as they may; raise ValueError if another one differs."""
         # Compared as JSON, where tuples are lists and paths are strings. A flag added since then was at its default.
         before, now = json.loads(to_json(before)), json.loads(to_json(flags))

@@ -189,6 +189,7 @@ class Checkpointer(BackgroundSaver, Callback):
     Args:
       directory: directory of the images step_N; created if missing.
       keep: number of images to keep; older ones are removed after a commit, except those that row deltas need.
+      keep_period: the first image of every so many steps, from that step on, is kept too; None for no others.
       run: run id, as returned by `restore` (`image.run`); a new one if None.
       copy: 'whole' blocks training while the state is copied in memory, and writes the copy in the background; 'shards'
         blocks training until the image is written, with about one shard of extra memory.
@@ -206,8 +207,10 @@ class Checkpointer(BackgroundSaver, Callback):
         run: str | None = None,
         copy: Literal["whole", "shards"] = "whole",
         every_steps: int | None = None,
+        keep_period: int | None = None,
     ):
         whole_number("keep", keep)
+        self._keep_period = None if keep_period is None else whole_number("keep_period", keep_period)
         self._every_steps = None if every_steps is None else whole_number("every_steps", every_steps)
         if copy not in ("whole", "shards"):
             raise ValueError(f"copy={copy!r} must be 'whole' or 'shards'.")
@@ -288,8 +291,11 @@ class Checkpointer(BackgroundSaver, Callback):
 
     def _write(self, path: Path, image: Snapshot) -> Image:
         written = write_image(path, image, replace=True)
-        needs = needed(self.directory)
-        for old in images(self.directory)[self._keep :]:
-            if old.name not in needs:
+        stay, found = set(needed(self.directory)), images(self.directory)
+        if self._keep_period is not None:
+            first = {number_of(image) // self._keep_period: image.name for image in found}  # the newest come first
+            stay |= {name for period, name in first.items() if period}
+        for old in found[self._keep :]:
+            if old.name not in stay:
                 remove_directory(old)
         return written
