@@ -13,6 +13,7 @@ import optax
 
 from jaxrec import validate
 from jaxrec.embedding import activations, capacity_of, plan
+from jaxrec.embedding.rounding import to_float16
 from jaxrec.embedding.spec import EmbeddingSpec
 from jaxrec.outcome import (
     check_per_example,
@@ -76,7 +77,7 @@ def update(
 
     Args:
       dense: DenseState, without a replica axis.
-      rows: {stack: Rows}, f32[S, U, E]; the device's shards only if `sharded`.
+      rows: {stack: Rows}, [S, U, E] of the spec's dtype; the device's shards only if `sharded`.
       plans: {stack: Plan}.
       batch: Batch.
       spec: EmbeddingSpec.
@@ -103,7 +104,7 @@ def update(
     new = step_dense(dense, gradient, optimizer)
     # After optax, so that operations of the optimizer on all leaves (decay, clipping) do not affect the variables.
     new = new._replace(params={**new.params, **variables}) if variables else new
-    return new, step_rows(rows, row_gradients, dense.step, row_optimizer), metrics
+    return new, step_rows(rows, row_gradients, plans, dense.step, spec, row_optimizer), metrics
 
 
 def gradients(
@@ -119,7 +120,7 @@ def gradients(
 
     Args:
       params: dense parameters, without a replica axis.
-      values: {stack: f32[S, U, E]}.
+      values: {stack: [S, U, E]} of the spec's dtype; their gradients are f32.
       plans, batch, spec, loss: as for `update`; a loss without `rng`.
 
     Returns:
@@ -139,7 +140,7 @@ def gradients(
 
 def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     """Return the gradients with respect to params and to values, metrics, and the new variables."""
-    batch = _finite_where_unweighted(batch)
+    batch, values = _finite_where_unweighted(batch), _as_f32(values)
 
     def objective(params, values):
         if sharded:
@@ -166,6 +167,10 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     return gradient, row_gradients, {"loss": value, "weight": weight, **figures}, variables
 
 
+def _as_f32(values):
+    return {name: value.astype(jnp.float32) for name, value in values.items()}
+
+
 def _finite_where_unweighted(batch):
     """Replace what is not finite in examples of weight 0: their weight does not cancel it, as 0 * NaN is NaN."""
 
@@ -184,14 +189,24 @@ def step_dense(dense: DenseState, gradient: PyTree, optimizer: optax.GradientTra
 
 
 def step_rows(
-    rows: dict[str, Rows], row_gradients: dict[str, jax.Array], step: jax.Array, row_optimizer: RowOptimizer
+    rows: dict[str, Rows],
+    row_gradients: dict[str, jax.Array],
+    plans: dict[str, Plan],
+    step: jax.Array,
+    spec: EmbeddingSpec,
+    row_optimizer: RowOptimizer,
 ) -> dict[str, Rows]:
-    """Apply the row optimizer to the rows that a batch touched."""
+    """Apply the row optimizer to the rows that a batch touched; round those of 16 bits."""
+    before = {name: old._replace(value=old.value.astype(jnp.float32)) for name, old in rows.items()}
     found = {
-        name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step)) for name, old in rows.items()
+        name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step))
+        for name, old in before.items()
     }
-    validate.check_row_update(rows, found)
-    return found
+    validate.check_row_update(before, found)
+    if spec.dtype == "float32":
+        return found
+    rounded = lambda name, value: to_float16(value, plans[name].unique, step, spec.seed)
+    return {name: new._replace(value=rounded(name, new.value)) for name, new in found.items()}
 
 
 def without_replica(dense: DenseState) -> DenseState:
@@ -276,7 +291,7 @@ def make_eval_step(
         if mesh.size > 1:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
         with naming_lookups(spec.lookups):
-            found = predict(params, activations(spec, values, plans), batch)
+            found = predict(params, activations(spec, _as_f32(values), plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
         vectors = jnp.shape(found)[1:] not in ((), (1,))  # of a tower; one column is a logit with an axis too many
         check_per_example("predict", found, batch, only_first_axis=several or vectors)

@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 class Rows(NamedTuple):
     """The working set of one stack for one batch: embedding rows and optimizer slots."""
 
-    value: Array  # f32[S, U, E]
+    value: Array  # f32[S, U, E], or f16, as the tables store it
     slots: dict[str, Array]  # {slot: f32[S, U, K]}
 
 
@@ -92,6 +92,11 @@ class Part(NamedTuple):
     width: int
     dtype: str
     fill: float | None  # initial value; None for the embedding, which is initialised randomly
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of this part of one row."""
+        return self.width * np.dtype(self.dtype).itemsize
 
 
 class RowOptimizer(NamedTuple):

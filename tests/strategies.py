@@ -28,7 +28,7 @@ def small_spec(shards=8, tables=None):
 
 @st.composite
 def specs(draw, shards=None):
-    """Specs with one or two widths and lookups of every form."""
+    """Specs with one or two widths, lookups of every form, and rows of either dtype."""
     widths = draw(st.lists(st.sampled_from([1, 3, 4]), min_size=1, max_size=2, unique=True))
     tables, lookups = {}, {}
     for width in widths:
@@ -39,7 +39,8 @@ def specs(draw, shards=None):
         lookups[f"columns{width}"] = Lookup(tuple(names), hots, pooling)
         lookups[f"single{width}"] = Lookup(names[0], draw(st.integers(1, 2)), pooling)
     shards = shards or draw(st.sampled_from([1, 2, 8]))
-    return EmbeddingSpec(tables, lookups, shards=shards, seed=draw(st.integers(0, 5)))
+    dtype = draw(st.sampled_from(["float32", "float16"]))
+    return EmbeddingSpec(tables, lookups, shards=shards, seed=draw(st.integers(0, 5)), dtype=dtype)
 
 
 def draw_ids(spec, batch_size, seed, missing=0.2):
@@ -57,4 +58,4 @@ def draw_ids(spec, batch_size, seed, missing=0.2):
 
 
 def random_like(activation, seed):
-    return np.random.default_rng(seed).standard_normal(activation.shape, np.float32)
+    return np.random.default_rng(seed).standard_normal(activation.shape, np.float32).astype(activation.dtype)

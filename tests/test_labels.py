@@ -339,7 +339,8 @@ def test_the_first_label_of_a_schema_is_trained_as_it_always_was(prepared):
     table, model = table_of(prepared), make_model("dnn", 4, layers=(8,))
     batch = Batch({"sparse": np.array([[2, 3], [4, 5]])}, np.array([1.0, 0.0]), np.ones((2, 1), np.float32))
     jobs = [
-        table_job(table, model, optax.sgd(0.1), adagrad(0.1), 4, 2, 0, *of) for of in [(), (None, targets_of(table))]
+        table_job(table, model, optax.sgd(0.1), adagrad(0.1), 4, 2, 0, **of)
+        for of in ({}, {"targets": targets_of(table)})
     ]
     states = [job.task.step(job.state("device", 0), batch)[0] for job in jobs]
     assert same(*states) and jobs[0].targets == (Target("click"),)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import train
 from main.config import config_of
+from main.recorder import check_mapping
 from main.signals import Stopped
 from main.table_summary import open_schema
 from trained_run import SCHEMA, changed, criteo_lines, table_lines, write_lines
@@ -23,7 +24,7 @@ from trained_run import SCHEMA, changed, criteo_lines, table_lines, write_lines
 from jaxrec.checkpoint import images, read_manifest, read_tables, restore
 from jaxrec.checkpoint.format import leaves_of, load_arrays
 from jaxrec.data.criteo import prepare
-from jaxrec.data.tabular import open_table
+from jaxrec.data.tabular import AtRandom, open_table
 from jaxrec.data.tabular import prepare as prepare_table
 
 ROOT = Path(__file__).parent.parent
@@ -310,6 +311,7 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
     before = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
     with pytest.raises(ValueError, match="day_0 was not prepared onto .*day_1"):
         train.main(changed(config, resume=True, path=(*days[::-1],)))
+    assert train.main(changed(config, resume=True)) == first  # the refused ones have left no trace
     results = train.main(changed(config, resume=True, path=tuple(days)))
     after = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
     assert results["steps"] > first["steps"] and results["examples"] == 288 + 216
@@ -324,6 +326,50 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
     assert whole["steps"] == results["steps"] and whole["examples"] == results["examples"]
     evaluated = evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / "look"))
     assert evaluated["auc"] == pytest.approx(results["test_auc"], abs=1e-6)
+    # Rows of the first day, divided otherwise, may be rows that were trained on.
+    schema = open_schema(str(tmp_path / "schema.py"))
+    other = dataclasses.replace(schema, split=AtRandom(0.5, seed=3))
+    prepare_table([tmp_path / "0.csv"], tmp_path / "other", other, block_rows=64)
+    with pytest.raises(ValueError, match="other divides rows of .*day_0 otherwise"):
+        evaluate.main(evaluate.Config(tmp_path / "run", workdir=tmp_path / "again", path=(tmp_path / "other",)))
+
+
+def test_rows_of_an_earlier_table_go_on_over_those_that_came_first_in_the_run(tmp_path):
+    of = lambda digest, onto, before=None: types.SimpleNamespace(
+        vocabulary_digest=digest, table={"onto": onto}, before=before, targets=()
+    )
+    run, saved = types.SimpleNamespace(directory=tmp_path), {"vocabulary_digest": "monday", "targets": []}
+    monday = of("monday", [])
+    tuesday = of("tuesday", ["monday"], monday)
+    for grown in (tuesday, of("wednesday", ["monday", "tuesday"], tuesday)):
+        check_mapping(run, saved, grown)
+    with pytest.raises(ValueError, match="was trained with another vocabulary"):
+        check_mapping(run, saved, of("tuesday", ["monday"]))  # in the place of Monday's, whose steps it would skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "grows"),
+    [
+        ({"steps": 4}, {"epochs"}),
+        ({"data": "criteo", "path": ("a.txt", "b.txt")}, {"epochs", "steps"}),
+        ({"data": "tabular", "path": ("a",)}, {"epochs", "steps"}),
+        ({"data": "tabular", "path": ("a", "b")}, {"path"}),
+        ({"data": "tabular", "path": ("a", "b"), "validation_fraction": 0.1, "patience": 2}, set()),
+        ({"data": "tabular", "path": ("a", "b"), "table_directory": "tables"}, set()),
+        ({"data": "tabular", "path": ("a", "b"), "cpr": "full"}, set()),
+        ({"steps": 4, "patience": 2}, {"epochs"}),
+        ({"steps": 4, "reduce_on_plateau": 0.5}, set()),
+        ({"steps": 4, "cpr": "mfu", "fail": ("2:0",), "save_every_steps": 2}, {"epochs"}),
+        ({"steps": 4, "cpr": "mfu", "fail": ("2:0",)}, set()),
+        ({"steps": 4, "cpr": "mfu", "fail": ("gamma",), "save_every_steps": 2}, set()),
+        ({"steps": 4, "schedule": "linear"}, set()),
+        ({"steps": 4, "shadowsync": "easgd", "where": "processes"}, set()),
+    ],
+)
+def test_a_run_may_grow_where_its_length_decides_nothing_else(flags, grows):
+    paths = {name: tuple(map(Path, flags[name])) for name in ("path",) if name in flags}
+    directory = {name: Path(flags[name]) for name in ("table_directory",) if name in flags}
+    assert train.may_grow(config_of(tables="host", **flags | paths | directory)) == grows
 
 
 def test_a_run_whose_rates_end_at_zero_is_not_made_longer(tmp_path):
@@ -331,6 +377,30 @@ def test_a_run_whose_rates_end_at_zero_is_not_made_longer(tmp_path):
     train.main(config)
     with pytest.raises(ValueError, match="was begun with epochs 1, not 2"):
         train.main(changed(config, epochs=2, resume=True))
+
+
+def test_saves_of_periods_stay_and_each_can_be_evaluated(tmp_path):
+    results = train.main(changed(TINY, workdir=tmp_path / "run", save_every_steps=4, keep_period=8, **HOST))
+    assert sorted(read_manifest(path).step for path in images(tmp_path / "run" / "checkpoints")) == [8, 16, 20, 24]
+    look = lambda step: evaluate.Config(tmp_path / "run", workdir=tmp_path / f"look {step}", state=step)
+    found = {step: evaluate.main(look(step)) for step in (8, 16, 24)}
+    assert [one["step"] for one in found.values()] == [*found]
+    assert found[24]["auc"] == results["test_auc"] and len({one["auc"] for one in found.values()}) == 3
+    with pytest.raises(ValueError, match=r"has no save of step 4, but of \[8, 16, 20, 24\]"):
+        evaluate.main(look(4))
+
+
+def test_rows_of_16_bits_are_trained_saved_and_evaluated(tmp_path):
+    flags = {"row_dtype": "float16", "resume": True}
+    found = {name: train.main(changed(TINY, workdir=tmp_path / name, **flags | of)) for name, of in
+             {"host": HOST, "oac": OAC}.items()}  # fmt: skip
+    assert found["host"]["test_auc"] == found["oac"]["test_auc"]
+    rows = read_tables(tmp_path / "oac" / "checkpoints", ["C3"], ["value", "accumulator"])["C3"]
+    assert (rows["value"].dtype, rows["accumulator"].dtype) == (np.float16, np.float32)
+    look = evaluate.main(evaluate.Config(tmp_path / "oac", workdir=tmp_path / "look"))
+    assert look["auc"] == found["oac"]["test_auc"]
+    with pytest.raises(ValueError, match="was begun with row_dtype float16, not float32"):
+        train.main(changed(TINY, workdir=tmp_path / "oac", resume=True, **OAC))
 
 
 @pytest.mark.slow

@@ -118,12 +118,13 @@ def test_read_put_add_equal_a_dense_table(spec, seed):
             expected = dense_table(tables, name)[p.unique[valid]]
             np.testing.assert_array_equal(np.asarray(rows[name].value)[valid], expected)
             assert not np.asarray(rows[name].value)[~valid].any()
-        new = jax.tree.map(lambda x: np.asarray(x) * 2 + 1, rows)
+        new = jax.tree.map(lambda x: np.asarray(x) * np.asarray(2, x.dtype) + np.asarray(1, x.dtype), rows)
         tables = tables.put(plans, new)
         tables = tables.add(plans, new, rows)
         for name, p in plans.items():
             valid = p.unique < spec.stacks[name].rows
-            expected = 2 * np.asarray(new[name].value)[valid] - np.asarray(rows[name].value)[valid]
+            after, before = (np.asarray(one[name].value, np.float32)[valid] for one in (new, rows))
+            expected = (2 * after - before).astype(spec.dtype)  # rounded once, to the nearest
             np.testing.assert_allclose(dense_table(tables, name)[p.unique[valid]], expected, rtol=1e-6)
 
 

@@ -82,6 +82,7 @@ def click_job(
     shards: int = 8,
     seed: int = 0,
     widths: Mapping[str, int] | None = None,
+    dtype: str = "float32",
 ) -> ClickJob:
     """Build the job of a model over one table per categorical field.
 
@@ -92,11 +93,12 @@ def click_job(
       shards: S, of every table.
       seed: of the initial rows, and of a model that draws numbers.
       widths: {table: width}; rows of another width than E are projected to it, see widths.py.
+      dtype: in which the rows are stored.
     """
     fields = fields_of(len(cardinalities))
     own = widths or {}
     tables = {name: Table(rows, own.get(name, width)) for name, rows in zip(fields, cardinalities, strict=True)}
-    spec = EmbeddingSpec(tables, {"sparse": Lookup(fields)}, shards, seed)
+    spec = EmbeddingSpec(tables, {"sparse": Lookup(fields)}, shards, seed, dtype)
     examples = jnp.zeros((1, DENSE_FEATURES)), jnp.zeros((1, len(fields), width))
     inputs = lambda activations, batch: (batch.dense, activations["sparse"])
     return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, width)

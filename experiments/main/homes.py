@@ -186,7 +186,7 @@ def fits_devices(task: Task) -> bool:
         return True
     known = [device.memory_stats() for device in devices]
     layout = task.spec.layout(task.row_optimizer)
-    of_row = {stack: 4 * sum(part.width for part in parts.values()) for stack, parts in layout.items()}
+    of_row = {stack: sum(part.row_bytes for part in parts.values()) for stack, parts in layout.items()}
     taken_gb = sum(of_row[name] * stack.rows for name, stack in task.spec.stacks.items()) / 1e9
     memory_gb = sum(each["bytes_limit"] for each in known) / 1e9
     fits = taken_gb <= memory_gb / 2

@@ -43,6 +43,8 @@ class Learning:
     widths: tuple[str, ...] = ()
     """FIELD=WIDTH: fields with tables of another width, such as weekday=4 tag=8; a learned matrix projects their rows
     to --embedding-width."""
+    row_dtype: Literal["float32", "float16"] = "float32"
+    """In which the embedding rows are stored: float16 take half the memory, and updates are rounded stochastically."""
     layers: tuple[int, ...] | None = None
     """Sizes of the layers of the model's tower, of DLRM those after the interaction; of FinalMLP of each tower; of
     shared_bottom and mmoe those that the labels share."""
@@ -102,9 +104,9 @@ class Learning:
         how = *self.optimizers(steps), self.embedding_width, shards, seed
         if data.table is not None:
             widths = widths_of(self.widths, tables_by_field(data.table))
-            return table_job(data.table, model, *how, widths, data.targets)
+            return table_job(data.table, model, *how, widths, self.row_dtype, data.targets)
         tables = {field: field for field in fields_of(len(data.cardinalities))}
-        return click_job(data.cardinalities, model, *how, widths_of(self.widths, tables))
+        return click_job(data.cardinalities, model, *how, widths_of(self.widths, tables), self.row_dtype)
 
     def slower(self, factor: float) -> "Learning":
         """Return the same with both learning rates multiplied by a factor."""

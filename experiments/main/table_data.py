@@ -109,6 +109,7 @@ def spec_of(
     seed: int,
     history: str | None = None,
     widths: Mapping[str, int] | None = None,
+    dtype: str = "float32",
 ) -> EmbeddingSpec:
     """Build the spec of a prepared table; the steps of the bag `history` keep separate embeddings.
 
@@ -121,7 +122,7 @@ def spec_of(
     hots = {name: 1 if name == history else bag["hots"] for name, bag in table["bags"].items()}
     lookups |= {name: Lookup(bag["table"], hots[name], "mean") for name, bag in table["bags"].items()}
     tables = {name: Table(rows, (widths or {}).get(name, width)) for name, rows in table["tables"].items()}
-    return EmbeddingSpec(tables, lookups, shards, seed)
+    return EmbeddingSpec(tables, lookups, shards, seed, dtype)
 
 
 def table_job(
@@ -133,6 +134,7 @@ def table_job(
     shards: int = 8,
     seed: int = 0,
     widths: Mapping[str, int] | None = None,
+    dtype: str = "float32",
     targets: Targets = (),
 ) -> ClickJob:
     """Build the job of a model over a prepared table.
@@ -143,7 +145,7 @@ def table_job(
         features it gets one of zeros. Or a `DIN`, with candidate and history from `history_of`.
       width: E, of all tables but those in `widths`.
       seed: of the initial rows, and of a model that draws numbers.
-      widths: as for `click_job`.
+      widths, dtype: as for `click_job`.
       targets: what the outputs predict; the first label of the table if there are none.
     """
     targets = targets or targets_of(table)
@@ -166,5 +168,5 @@ def table_job(
             seen += [activations["sparse"][:, column], steps, batch.ids[history].reshape(rows, -1) >= 0]
         return seen
 
-    spec = spec_of(table, width, shards, seed, history, widths)
+    spec = spec_of(table, width, shards, seed, history, widths, dtype)
     return job_of_model(as_functions(model, examples), inputs, spec, optimizer, row_optimizer, width, targets)

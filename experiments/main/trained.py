@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest
+from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest, spec_of
+from jaxrec.checkpoint.format import is_image, number_of
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.data.tabular import Vocabulary, open_vocabularies
@@ -35,27 +36,31 @@ class Trained(NamedTuple):
     image: Image  # the newest with a readable manifest: all have the same tables
 
 
-State = Literal["best", "last"]
+State = Literal["best", "last"] | int
 
 
 def images_directory(directory: Path, state: State | None = "last") -> Path:
-    """Return the directory of the images of a state of a run, given its directory, or the image directory itself.
+    """Return where the images of a state of a run are, given its directory, or the image directory itself.
 
     Args:
-      state: the best evaluated state, which a run with --patience or --monitor keeps, or the last one saved; None for
-        the best one if there is one.
+      state: the best evaluated state, which a run with --patience or --monitor keeps; the last one saved; or that of a
+        step, as --keep-period keeps them: then its image. None for the best one if there is one.
     """
     directory = local_path(directory)
     if not (directory / "config.json").exists():
         return directory
-    best = directory / BEST
+    best, saved = directory / BEST, directory / "checkpoints"
+    if isinstance(state, int):
+        if state not in (steps := sorted(number_of(path) for path in images(saved))):
+            raise ValueError(f"{saved} has no save of step {state}, but of {steps}: give one of these as --state.")
+        return saved / f"step_{state:08d}"
     if state == "last" or not images(best):
         if state == "best":
             raise ValueError(
                 f"{directory} has kept no best state: train.py does with --patience or --monitor, from its first "
                 "evaluation on. Leave out --state for the last one."
             )
-        return directory / "checkpoints"
+        return saved
     return best
 
 
@@ -91,7 +96,7 @@ def open_run(directory: Path, state: State | None = None) -> Trained:
 
 def _newest_manifest(directory):
     damaged = None
-    for path in newest_first(directory):
+    for path in [directory] if is_image(directory) else newest_first(directory):
         try:
             return read_manifest(path)
         except DamagedImage as error:
@@ -110,7 +115,7 @@ def job_of(run: Trained, prepared: Path | None = None) -> ClickJob:
     """
     width, widths = run.config["embedding_width"], {name: width for name, (_, width) in run.image.tables.items()}
     flags = {**run.config, "model": of_run(run.config["model"], run.directory)}
-    how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed, widths
+    how = optax.identity(), sgd(0.0), width, run.image.shards, run.image.seed, widths, spec_of(run.image).dtype
     if run.config["data"] == "tabular":
         table = table_of_run(run, table_directory(run, prepared))
         targets = targets_of_run(run, table)

@@ -210,7 +210,7 @@ def _programs(task):
 
     def apply_rows(tables, by_rows, unique, step):
         plans = {name: Plan(rows, {}, None, None) for name, rows in unique.items()}
-        return tables.put(plans, step_rows(tables.read(plans), by_rows, step, task.row_optimizer))
+        return tables.put(plans, step_rows(tables.read(plans), by_rows, plans, step, task.spec, task.row_optimizer))
 
     def apply_dense(dense, gradient):
         return step_dense(dense, gradient, task.optimizer)

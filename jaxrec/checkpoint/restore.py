@@ -182,9 +182,7 @@ def rows_of_chain(
     """
     initial = initial or functools.partial(_initial_shard, spec, layout)
     size = sum(
-        spec.stacks[name].rows_per_shard * part.width * np.dtype(part.dtype).itemsize
-        for name, parts in layout.items()
-        for part in parts.values()
+        spec.stacks[name].rows_per_shard * part.row_bytes for name, parts in layout.items() for part in parts.values()
     )
     most = max(1, _GROUP_BYTES // size)
     for first in range(0, len(shards), most):
@@ -392,10 +390,11 @@ def spec_of(image: Image) -> EmbeddingSpec:
       image: from `read_manifest` or `restore`.
 
     Returns:
-      Tables, shards and seed of the image; images do not record the original lookups.
+      Tables, shards, seed and dtype of the image; images do not record the original lookups.
     """
     tables = {name: Table(rows, width, image.scales[name]) for name, (rows, width) in image.tables.items()}
-    return EmbeddingSpec(tables, {name: Lookup(name) for name in tables}, image.shards, image.seed)
+    dtype = next(parts["value"][1] for parts in image.layout.values())
+    return EmbeddingSpec(tables, {name: Lookup(name) for name in tables}, image.shards, image.seed, dtype)
 
 
 def read_tables(
@@ -411,7 +410,7 @@ def read_tables(
       parts: 'value' for the embeddings, and names of slots of the row optimizer.
 
     Returns:
-      {table: {part: f32[rows, width]}}, rows in the order of their ids.
+      {table: {part: [rows, width]}} of the dtype that was saved, rows in the order of their ids.
 
     Raises:
       ValueError: there is no image, no such table, or no such part.

@@ -176,8 +176,12 @@ def changes(new, old):
         return np.asarray(_changes(new, old))
     change = np.empty(shape_of(new), np.float32)
     for shard, out in enumerate(change):
-        _row_norms(np.asarray(new[shard]), old[shard], out)  # fetches rows that live at servers
+        _row_norms(_f32(new[shard]), _f32(old[shard]), out)  # fetches rows that live at servers
     return change
+
+
+def _f32(rows):
+    return np.asarray(rows, np.float32)
 
 
 @_summed
@@ -224,7 +228,7 @@ _copy = jax.jit(jnp.copy)
 
 @jax.jit
 def _changes(new, old):
-    norm = jnp.linalg.norm(new - old, axis=-1)
+    norm = jnp.linalg.norm(new.astype(jnp.float32) - old.astype(jnp.float32), axis=-1)
     return jnp.where(norm > 0, norm, 0)  # NaN: nothing to save
 
 

@@ -31,7 +31,7 @@ class DeviceTables:
     """Embedding tables and their optimizer slots in device memory.
 
     Attributes:
-      value: {stack: f32[S, V / S, E]}; inside shard_map only the local shards.
+      value: {stack: [S, V / S, E]} of the spec's dtype; inside shard_map only the local shards.
       slots: {stack: {slot: f32[S, V / S, K]}}.
       spec: the complete spec, also inside shard_map.
       layout: parts of a row, per stack.
@@ -80,14 +80,7 @@ class DeviceTables:
 
     def put(self, plans: dict[str, Plan], rows: dict[str, Rows]) -> "DeviceTables":
         """Store updated rows; the caller donates the tables."""
-        return self._scatter(plans, rows, lambda at, new: at.set(new, mode="drop", unique_indices=True))
-
-    def add(self, plans, rows, old) -> "DeviceTables":
-        """Add rows - old to the current rows; for concurrent writers."""
-        change = jax.tree.map(jnp.subtract, rows, old)
-        return self._scatter(plans, change, lambda at, delta: at.add(delta, mode="drop", unique_indices=True))
-
-    def _scatter(self, plans, rows, write):
+        write = lambda at, new: at.set(new, mode="drop", unique_indices=True)
         value = dict(self.value)
         slots = {name: dict(tables) for name, tables in self.slots.items()}
         for name, plan in plans.items():
@@ -97,6 +90,12 @@ class DeviceTables:
             for slot, new in parts.items():
                 slots[name][slot] = write(slots[name][slot].at[where], new)
         return dataclasses.replace(self, value=value, slots=slots)
+
+    def add(self, plans: dict[str, Plan], rows: dict[str, Rows], old: dict[str, Rows]) -> "DeviceTables":
+        """Add rows - old to the current rows; for concurrent writers."""
+        f32 = lambda array: array.astype(jnp.float32)
+        change = lambda current, new, before: (f32(current) + (f32(new) - f32(before))).astype(current.dtype)
+        return self.put(plans, jax.tree.map(change, self.read(plans), rows, old))
 
     def parts(self, stack: str) -> dict[str, jax.Array]:
         """Return {part: [S, V / S, width]} of a stack, on the devices."""
@@ -149,7 +148,7 @@ def _initial(spec, layout):
         row = jnp.arange(stack.shards)[:, None] + jnp.arange(stack.rows_per_shard)[None, :] * stack.shards
         scale = spec.row_scale(name, row.reshape(-1), jnp)
         rows = initial_rows(row.reshape(-1), stack.width, scale, spec.seed, jnp)
-        value[name] = rows.reshape(*row.shape, stack.width)
+        value[name] = rows.reshape(*row.shape, stack.width).astype(spec.dtype)
         slots[name] = {
             slot: jnp.full((*row.shape, one.width), one.fill, one.dtype)
             for slot, one in layout[name].items()

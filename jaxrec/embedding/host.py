@@ -156,7 +156,7 @@ def _sizes(directory, spec, layout) -> dict[Path, int]:
     """Return {file: bytes} of all mapped files."""
     sizes = {directory / _PUTS: 16 * spec.shards}
     for name, stack in spec.stacks.items():
-        size = stack.rows_per_shard * sum(map(_row_bytes, layout[name].values()))
+        size = stack.rows_per_shard * sum(part.row_bytes for part in layout[name].values())
         sizes |= {_path(directory, name, shard): size for shard in range(stack.shards)}
     return sizes
 
@@ -187,12 +187,8 @@ def _arrays(mapped, stack: Stack, parts: dict[str, Part]):
     arrays, start, rows = {}, 0, stack.rows_per_shard
     for name, part in parts.items():
         arrays[name] = np.frombuffer(mapped, part.dtype, rows * part.width, start).reshape(rows, part.width)
-        start += rows * _row_bytes(part)
+        start += rows * part.row_bytes
     return arrays
-
-
-def _row_bytes(part: Part) -> int:
-    return part.width * np.dtype(part.dtype).itemsize
 
 
 _MUCH = 4 << 20  # bytes from which on threads copy faster than the thread that waits
@@ -326,7 +322,7 @@ class HostTables(PutCounts):
 
     def _read_stack(self, name, unique, count):
         # Never reuse these buffers: jax may alias them (jax#37830).
-        out = {part: aligned_empty((*unique.shape, table.shape[1])) for part, table in self.shards[name][0].items()}
+        out = {part: aligned_empty((*unique.shape, one.width), one.dtype) for part, one in self.layout[name].items()}
 
         def gather(shard):
             for part, table in self.shards[name][shard].items():

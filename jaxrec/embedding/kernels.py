@@ -141,9 +141,35 @@ def outside(unique, count, rows):
     return wrong
 
 
-@_compiled
 def gather(table, rows, shards, count, out):
-    """out[u] = table[rows[u] // S] for u < count, else 0; table f32[V / S, C], rows i32[U], out f32[U, C]."""
+    """out[u] = table[rows[u] // S] for u < count, else 0; table [V / S, C], rows i32[U], out [U, C]."""
+    _gather(_movable(table), rows, shards, count, _movable(out))
+
+
+def scatter(table, rows, shards, count, values):
+    """table[rows[u] // S] = values[u] for u < count; table [V / S, C], rows i32[U], values [U, C]."""
+    _scatter(_movable(table), rows, shards, count, _movable(values))
+
+
+def scatter_add(table, rows, shards, count, values, old):
+    """table[rows[u] // S] += values[u] - old[u] for u < count, in f32, on the current row, without a lock."""
+    if table.dtype == np.float32:
+        _scatter_add(table, rows, shards, count, values, old)
+    else:
+        change, total = np.subtract(values, old, dtype=np.float32), np.empty(1, np.float32)
+        _scatter_add_16(_movable(table), rows, shards, count, change, _FLOATS, total, total.view(np.uint32))
+
+
+_FLOATS = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # of the bits of a float16
+
+
+def _movable(array):
+    """Return float16 as their bits, as numba has none of them on a CPU."""
+    return array.view(np.uint16) if array.dtype == np.float16 else array
+
+
+@_compiled
+def _gather(table, rows, shards, count, out):
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -153,8 +179,7 @@ def gather(table, rows, shards, count, out):
 
 
 @_compiled
-def scatter(table, rows, shards, count, values):
-    """table[rows[u] // S] = values[u] for u < count; table f32[V / S, C], rows i32[U], values f32[U, C]."""
+def _scatter(table, rows, shards, count, values):
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
@@ -163,13 +188,32 @@ def scatter(table, rows, shards, count, values):
 
 
 @_compiled
-def scatter_add(table, rows, shards, count, values, old):
-    """table[rows[u] // S] += values[u] - old[u] for u < count, on the current row, without a lock."""
+def _scatter_add(table, rows, shards, count, values, old):
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
         for c in range(width):
             table[row, c] += values[u, c] - old[u, c]
+
+
+@_compiled
+def _scatter_add_16(table, rows, shards, count, change, floats, total, total_bits):
+    width = table.shape[1]
+    for u in range(count):
+        row = rows[u] // shards
+        for c in range(width):
+            total[0] = floats[table[row, c]] + change[u, c]
+            bits = total_bits[0]
+            sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), bits & np.uint32(0x7FFFFFFF)
+            if size < np.uint32(0x38800000):  # below 2**-14: multiples of 2**-24, which is the spacing at 0.5
+                total[0] = np.abs(total[0]) + np.float32(0.5)
+                half = total_bits[0] - np.uint32(0x3F000000)
+            elif size < np.uint32(0x47800000):  # to the nearest, ties to even, with the exponent of float16
+                size += np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
+                half = (size - np.uint32(0x38000000)) >> np.uint32(13)
+            else:
+                half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else np.uint32(0x7C00)
+            table[row, c] = np.uint16(sign | half)
 
 
 @_compiled

@@ -129,7 +129,7 @@ class PinnedRows:
 
     def _rows_of_stack(self, name, records):
         where, _ = places(self.layout[name])
-        parts = {part: records[..., place] for part, place in where.items()}
+        parts = {part: _unpacked(records[..., place], self.layout[name][part]) for part, place in where.items()}
         return Rows(parts.pop("value"), parts)
 
     def _records_of_stack(self, name, plan, rows):
@@ -137,7 +137,7 @@ class PinnedRows:
         where, width = places(self.layout[name])
         used = sum(place.stop - place.start for place in where.values())
         padding = jnp.zeros((*plan.unique.shape, width - used), jnp.float32)
-        return jnp.concatenate([*(parts[part] for part in where), padding], axis=-1)
+        return jnp.concatenate([*(_packed(parts[part]) for part in where), padding], axis=-1)
 
     def _call(self, target, name, plan, shapes, *records, **more):
         puts, stack = self.puts[name], self.spec.stacks[name]
@@ -157,10 +157,28 @@ def places(parts: Mapping[str, Part]) -> tuple[dict[str, slice], int]:
 
     >>> places({"value": Part(16, "float32", None), "accumulator": Part(1, "float32", 0.0)})
     ({'value': slice(0, 16, None), 'accumulator': slice(16, 17, None)}, 20)
+    >>> places({"value": Part(16, "float16", None), "accumulator": Part(1, "float32", 0.0)})
+    ({'value': slice(0, 8, None), 'accumulator': slice(8, 9, None)}, 12)
     """
-    ends = list(itertools.accumulate(part.width for part in parts.values()))
-    where = {name: slice(end - part.width, end) for (name, part), end in zip(parts.items(), ends, strict=True)}
+    sizes = [-(-part.row_bytes // 4) for part in parts.values()]  # in f32
+    ends = list(itertools.accumulate(sizes))
+    where = {name: slice(end - size, end) for name, size, end in zip(parts, sizes, ends, strict=True)}
     return where, -(-ends[-1] // _LANE) * _LANE
+
+
+def _packed(part):
+    """Return a part of rows as f32: float16 in pairs, bit by bit."""
+    if part.dtype == jnp.float32:
+        return part
+    pairs = jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, part.shape[-1] % 2)])
+    return jax.lax.bitcast_convert_type(pairs.reshape(*part.shape[:-1], -1, 2), jnp.float32)
+
+
+def _unpacked(floats, part):
+    if part.dtype == "float32":
+        return floats
+    pairs = jax.lax.bitcast_convert_type(floats, jnp.dtype(part.dtype))
+    return pairs.reshape(*floats.shape[:-1], -1)[..., : part.width]
 
 
 class PinnedTables(PutCounts):
@@ -220,7 +238,10 @@ class PinnedTables(PutCounts):
         for name, stack in spec.stacks.items():
             where, width = places(layout[name])
             records[name] = [_whole_pages(stack.rows_per_shard, width) for _ in range(spec.shards)]
-            shards[name] = [{part: one[:, place] for part, place in where.items()} for one in records[name]]
+            view = lambda one, place, part: one[:, place].view(part.dtype)[:, : part.width]
+            shards[name] = [
+                {part: view(one, place, layout[name][part]) for part, place in where.items()} for one in records[name]
+            ]
         return cls(HostTables(spec, layout, shards).filled(), records, mesh)
 
     def with_traced(self, rows: PinnedRows) -> Self:

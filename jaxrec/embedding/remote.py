@@ -182,7 +182,7 @@ class RemoteTables(PutCounts):
         messages = self._messages(range(self.spec.shards), {name: (*both, {}) for name, both in used.items()})
         # Never reused, and never the buffers of the messages: jax may alias them (jax#37830).
         out = {
-            name: {part: np.zeros((*unique.shape, one.width), np.float32) for part, one in self.layout[name].items()}
+            name: {part: np.zeros((*unique.shape, one.width), one.dtype) for part, one in self.layout[name].items()}
             for name, (unique, _) in used.items()
         }
         for link, stacks in self._ask("read", messages).items():
@@ -224,7 +224,10 @@ class RemoteTables(PutCounts):
         for name, plan in plans.items():
             new, before = parts_on_host(self, name, plan, rows), parts_on_host(self, name, plan, old)
             # The difference is half as many bytes as both; adding it gives the bits of `HostTables.add`.
-            work[name] = (*used_rows(self, name, plan), {part: new[part] - before[part] for part in new})
+            work[name] = (
+                *used_rows(self, name, plan),
+                {part: np.subtract(new[part], before[part], dtype=np.float32) for part in new},
+            )
         self._ask("add", self._messages(chosen_shards(self.spec, shards), work))
         return self
 

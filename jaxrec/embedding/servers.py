@@ -246,8 +246,8 @@ class ShardServer:
         return {name: self._read_stack(name, shards, self._checked(name, shards, p)) for name, p in pieces.items()}
 
     def _read_stack(self, name, shards, piece):
-        widths = {part: one.width for part, one in self.layout[name].items()}
-        out = {part: np.empty((*piece.unique.shape, width), np.float32) for part, width in widths.items()}
+        parts, shape = self.layout[name], piece.unique.shape
+        out = {part: np.empty((*shape, one.width), one.dtype) for part, one in parts.items()}
         for place, shard in enumerate(shards):
             for part, table in self._parts[name, shard].items():
                 unique, count = piece.unique[place], piece.count[place]

@@ -114,6 +114,9 @@ class EmbeddingSpec:
       lookups: {name: Lookup}; plans number rows in this order.
       shards: number of shards S, a multiple of the number of devices.
       seed: seed of the initial rows.
+      dtype: of the stored embeddings: "float32", or "float16" for half the memory, also in images and on the link.
+        Losses and optimizers see them as float32, slots are float32, and updates are rounded stochastically, by
+        `rounding.to_float16`.
 
     >>> spec = EmbeddingSpec({'user': Table(100, 8), 'item': Table(10, 8)}, {'pair': Lookup(('user', 'item'))})
     >>> spec.stacks['width_8'].offsets
@@ -124,12 +127,17 @@ class EmbeddingSpec:
     lookups: Mapping[str, Lookup]
     shards: int = 8
     seed: int = 0
+    dtype: str = "float32"
 
     def __post_init__(self):
         object.__setattr__(self, "tables", dict(self.tables))
         object.__setattr__(self, "lookups", dict(self.lookups))
         object.__setattr__(self, "shards", whole_number("shards", self.shards))
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**32 - 1))
+        if self.dtype not in ("float32", "float16"):
+            raise ValueError(
+                f"dtype={self.dtype!r:.80} must be 'float32' or 'float16', the rows that tables can store."
+            )
         for name, lookup in self.lookups.items():
             unknown = [t for t in lookup.columns if t not in self.tables]
             if unknown:
@@ -223,7 +231,7 @@ class EmbeddingSpec:
             slots = row_optimizer.init(stack.width)
             if "value" in slots:
                 raise ValueError("a slot named 'value', which is the name of the embedding: choose another one.")
-            parts[name] = {"value": Part(stack.width, "float32", None)}
+            parts[name] = {"value": Part(stack.width, self.dtype, None)}
             parts[name] |= {slot: Part(one.width, "float32", one.fill) for slot, one in slots.items()}
         return Layout(parts)
 
@@ -257,9 +265,10 @@ class EmbeddingSpec:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Short hash of all that determines a row's initial value and location: tables in order, shards, seed."""
+        """Short hash of all that determines a row's initial value and location: tables in order, shards, seed, type."""
         tables = {name: dataclasses.asdict(table) for name, table in self.tables.items()}
-        text = json.dumps([tables, self.shards, self.seed])
+        others = [self.dtype] if self.dtype != "float32" else []  # images of earlier versions keep their digest
+        text = json.dumps([tables, self.shards, self.seed, *others])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -202,10 +202,10 @@ def used_rows(tables: Tables, name: str, plan: Plan) -> tuple[np.ndarray, np.nda
 
 
 def fitting_parts(layout: Layout, name: str, plan: Plan, rows: Rows) -> dict[str, Array]:
-    """Return {'value' or slot: f32[S, U, width]} of one stack's rows, after checking their shapes."""
+    """Return {'value' or slot: [S, U, width]} of one stack's rows, after checking their shapes and dtypes."""
     parts = {"value": rows.value, **rows.slots}
-    found = {part: array.shape for part, array in parts.items()}
-    wanted = {part: (*plan.unique.shape, one.width) for part, one in layout[name].items()}
+    found = {part: (array.shape, str(array.dtype)) for part, array in parts.items()}
+    wanted = {part: ((*plan.unique.shape, one.width), one.dtype) for part, one in layout[name].items()}
     if found != wanted:
         raise ValueError(
             f"rows of {name!r} have the shapes {found}, but plan and tables want {wanted}: read, update and put "
@@ -219,12 +219,12 @@ def parts_on_host(tables: Tables, name: str, plan: Plan, rows: Mapping[str, Rows
     return {part: np.asarray(array) for part, array in fitting_parts(tables.layout, name, plan, rows[name]).items()}
 
 
-def aligned_empty(shape: Sequence[int]) -> np.ndarray:
-    """Allocate f32[shape] at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
-    size = 4 * math.prod(shape)
+def aligned_empty(shape: Sequence[int], dtype: Any = np.float32) -> np.ndarray:
+    """Allocate an array at a multiple of 64 bytes: JAX takes such an array on a CPU without copying it."""
+    size = np.dtype(dtype).itemsize * math.prod(shape)
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(np.float32).reshape(shape)
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def empty_parts(stack: Stack, parts: Mapping[str, Part]) -> Parts:
@@ -237,7 +237,7 @@ def initial_parts(spec: EmbeddingSpec, layout: Layout, stack: str, row: np.ndarr
     width, scale = spec.stacks[stack].width, spec.row_scale(stack, row)
     value = initial_rows(row, width, scale, spec.seed)
     slots = {name: part for name, part in layout[stack].items() if part.fill is not None}
-    return {"value": value} | {
+    return {"value": value.astype(spec.dtype, copy=False)} | {
         name: np.full((len(row), part.width), part.fill, part.dtype) for name, part in slots.items()
     }
 

@@ -60,7 +60,7 @@ def memory_bytes(
     Args:
       window: W.
       rows: R = S U of one stack.
-      row_floats: F = E + K of that stack.
+      row_floats: F = E + K of that stack, half of E where rows are float16.
       mode: mode of the pipeline; `sync` requires W = 0, `semisync` W = 1.
       validation: 'planned' or 'device'.
       input_bytes: bytes of one batch and its plans; with several stacks, 0 for all but one.

@@ -192,7 +192,7 @@ class Stages:
 
     def send_rows(self, item: Item, read: dict[str, Rows], source: dict[str, np.ndarray]) -> None:
         """Send gathered rows."""
-        whole = sum(4 * leaf.size for leaf in jax.tree.leaves(self._rows_of(item.plans)))
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._rows_of(item.plans)))
         self._count_bytes("bytes_sent", nbytes((read, source)), whole + nbytes(source))
         item.rows, item.source_there = self._send((read, source), self._placement["rows"])
         item.stale = count_found(written_since(source, item.number, self.options.window, item.watermark))

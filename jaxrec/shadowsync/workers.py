@@ -75,7 +75,8 @@ def _programs(task):
         params = without_replica(dense).params
         values = {name: stack.value for name, stack in rows.items()}
         gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=task.spec, loss=task.loss)
-        return gradient, step_rows(rows, by_rows, dense.step, task.row_optimizer), metrics
+        new = step_rows(rows, by_rows, plans, dense.step, task.spec, task.row_optimizer)
+        return gradient, new, metrics
 
     def apply(dense, gradient):
         return with_replica(step_dense(without_replica(dense), gradient, task.optimizer))
