@@ -30,6 +30,7 @@ RUNNING = [
     "docs/recipes.md",
     "docs/serving.md",
     "docs/techniques.md",
+    "docs/your_data.md",
     "docs/your_model.md",
 ]
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*/*.json"))

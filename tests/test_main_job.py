@@ -309,8 +309,8 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
     with pytest.raises(ValueError, match="was begun with path"):
         train.main(changed(config, resume=True, path=(days[1],)))
     before = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
-    with pytest.raises(ValueError, match="day_0 was not prepared onto .*day_1"):
-        train.main(changed(config, resume=True, path=(*days[::-1],)))
+    with pytest.raises(ValueError, match="day_0 was not prepared onto .*day_0"):
+        train.main(changed(config, resume=True, path=(days[0], days[0])))
     assert train.main(changed(config, resume=True)) == first  # the refused ones have left no trace
     results = train.main(changed(config, resume=True, path=tuple(days)))
     after = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])

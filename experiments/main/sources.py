@@ -222,8 +222,7 @@ class Tabular(Files):
             }
         )
         for earlier, later in itertools.pairwise(self.path):
-            digest, its = table_of(earlier)["digest"], table_of(later)
-            if digest not in (its["digest"], *its.get("onto", ())):
+            if table_of(earlier)["digest"] not in table_of(later).get("onto", ()):
                 raise ValueError(
                     f"--path {earlier} {later}: {later} was not prepared onto {earlier}, so their rows stand for other "
                     f"categories: prepare it with --onto {earlier}, in another directory."

@@ -40,6 +40,8 @@ class Job:
     precision: Literal["default", "highest"] = "default"
     """Precision of f32 matrix products: 'default' is TF32 on recent NVIDIA GPUs, 'highest' is f32; CPUs always use f32.
     """
+    row_dtype: Literal["float32", "float16"] = "float32"
+    """In which jaxrec stores the rows; PyTorch's are float32."""
     seed: int = 0
 
     @property
@@ -79,7 +81,8 @@ def reference_work(job: Job, mesh=None):
     from jaxrec.embedding import rowwise_adagrad
 
     model = make_model(job.model, job.width)
-    work = click_job(job.cardinalities, model, optax.sgd(0.01), rowwise_adagrad(0.02), job.width)
+    rows = rowwise_adagrad(0.02)
+    work = click_job(job.cardinalities, model, optax.sgd(0.01), rows, job.width, dtype=job.row_dtype)
     spec, loss = (work.spec, work.task.loss) if job.hots == "one" else _of_bags(job, work)
     return dataclasses.replace(work.task, spec=spec, loss=loss), work.init(0)
 

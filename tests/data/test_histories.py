@@ -247,8 +247,11 @@ def test_the_days_before_are_told_apart_though_they_map_values_alike(tmp_path):
     prepare([monday], tmp_path / "monday", schema)
     prepare([tuesday], tmp_path / "tuesday", schema, onto=tmp_path / "monday")
     prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / "monday")
-    with pytest.raises(ValueError, match="wednesday holds a preparation with other onto"):
-        prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / "tuesday")
+    prepare([write(tmp_path / "other.csv", interactions(40, 9))], tmp_path / "other", schema)
+    for base in ("tuesday", "other"):
+        with pytest.raises(ValueError, match="wednesday holds a preparation with other onto"):
+            prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / base)
+    assert prepare([wednesday], tmp_path / "wednesday", schema, onto=tmp_path / "monday")["rows"]
     for repeated in (monday, tuesday):
         with pytest.raises(
             ValueError, match=f"{repeated.name} is one of the files of the table that it is prepared onto"
@@ -280,12 +283,14 @@ def test_numbers_of_newer_rows_are_scaled_as_those_of_before(tmp_path):
     assert found["on"][0].std() > 2.5 and found["alone"][0].std() == pytest.approx(1, abs=1e-5)
 
 
-def test_a_missing_or_cut_log_is_named(tmp_path):
+def test_a_log_that_is_missing_or_of_another_length_is_named(tmp_path):
     paths, _ = prepared(tmp_path, interactions(60, 3))
     log = tmp_path / "out" / "history_1.log"
-    log.write_bytes(log.read_bytes()[: -logs.RECORD.itemsize])
-    with pytest.raises(ValueError, match="history_1.log is missing, cut or of another preparation"):
-        next(read_rows(paths, SCHEMA, tmp_path / "out"))
+    whole = log.read_bytes()
+    for wrong in (whole[: -logs.RECORD.itemsize], whole + whole[: logs.RECORD.itemsize], whole[:-1]):
+        log.write_bytes(wrong)
+        with pytest.raises(ValueError, match="history_1.log is missing, cut or of another preparation"):
+            next(read_rows(paths, SCHEMA, tmp_path / "out"))
     log.unlink()
     with pytest.raises(ValueError, match="history_1.log is missing"):
         next(read_rows(paths, SCHEMA, tmp_path / "out"))

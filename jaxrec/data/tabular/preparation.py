@@ -110,7 +110,7 @@ class Base(NamedTuple):
     """A prepared table that another one goes on from."""
 
     look: looks.Look
-    identity: str  # of its files and options: days without new categories map values alike
+    identity: str  # of its mapping and of all files so far: days without new categories map values alike
     digests: list[str]  # of the tables that it goes on from, and its own
     texts: list[list[int]]  # sizes and checksums of the files of these tables
     logs: dict[str, np.ndarray]  # {history: log}
@@ -118,7 +118,7 @@ class Base(NamedTuple):
 
 def _open_base(directory: Path, schema: Schema) -> Base:
     metadata = metadata_of(directory)
-    its, texts, options = (metadata[key] for key in ("table", "texts", "options"))
+    its, options = metadata["table"], metadata["options"]
     look = look_of(directory, its, schema)
     described = json.loads(json.dumps(schema.described()))
     for part in ("label", "weight"):  # which do not change what values are mapped to
@@ -128,9 +128,10 @@ def _open_base(directory: Path, schema: Schema) -> Base:
                 f"{directory} was prepared with the {part} {earlier}, not {now}, so "
                 "that rows would be learned and remembered by two rules: give the schema that it was prepared with."
             )
-    identity = hashlib.sha256(json.dumps([its["digest"], texts, options], sort_keys=True).encode()).hexdigest()[:16]
+    texts = [*its.get("earlier_texts", []), *metadata["texts"]]
+    identity = hashlib.sha256(json.dumps([its["digest"], texts]).encode()).hexdigest()[:16]
     digests = [*its.get("onto", []), its["digest"]]
-    return Base(look, identity, digests, [*its.get("earlier_texts", []), *texts], open_logs(directory, schema, its))
+    return Base(look, identity, digests, texts, open_logs(directory, schema, its))
 
 
 def metadata_of(directory: Path) -> dict[str, Any]:
