@@ -178,7 +178,9 @@ def has_validation(words: Sequence[str]) -> bool:
     return given["--data"] == "tabular" and "validation" in read_metadata(local_path(given.get("--path", "")))["rows"]
 
 
-def chosen(found: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> dict[str, Any]:
+def chosen(
+    found: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, seeds: Sequence[int] = (), test_sets: int = 1
+) -> dict[str, Any]:
     """Return the arm with the best mean, the first of equals, and its test figure if the validation has chosen it.
 
     >>> runs = {"a": [{"validation_auc": 0.6, "test_auc": 0.7}], "b": [{"validation_auc": 0.7, "test_auc": 0.5}]}
@@ -193,7 +195,7 @@ def chosen(found: Mapping[str, Sequence[Mapping[str, Any]]], metric: str) -> dic
     if metric.startswith("validation_"):
         test = metric.replace("validation", "test")
         results[f"chosen_{test}"], results[f"chosen_{test}_half_width"] = paired_interval(
-            [figure_of(one, test) for one in found[arm]]
+            [figure_of(one, test) for one in found[arm]], seeds, test_sets
         )
     return results
 
@@ -239,6 +241,8 @@ def main(config: Config) -> dict:
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
     arms = {arm: [*fixed, *flags] for arm, flags in arms.items()}
     paths = config.paths
+    twice = paths and any("--path" in flags for flags in arms.values())
+    refuse({"--paths and path=... are two ways to name the data: leave one of them out.": twice})
     of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
     check_metric(config.metric, {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()})
     with (
@@ -250,7 +254,7 @@ def main(config: Config) -> dict:
         found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed, check=has_metric)
         figures = {arm: [figure_of(one, config.metric) for one in of_arm] for arm, of_arm in found.items()}
         results = summary(figures, seeds, len(paths) or 1)
-        results |= {"metric": config.metric} | chosen(found, config.metric)
+        results |= {"metric": config.metric} | chosen(found, config.metric, seeds, len(paths) or 1)
         columns = {"mean": "{}_mean", "deviation": "{}_deviation", "minus the first": MINUS}
         better = "more" if sign_of(config.metric) > 0 else "less"
         head = f"{config.metric} ({better} is better) over {config.seeds} seeds"

@@ -279,6 +279,7 @@ def each_seed(config: Config, asked: Asked) -> dict:
         names = [key for key in found[0] if key.startswith("test_") and key.endswith(tuple(QUALITY))]
         for name in (*names, "examples_per_s"):
             results[name], results[f"{name}_half_width"] = paired_interval([its[name] for its in found])
+        run.grown()
         run.close(results)
         return results
 

@@ -196,17 +196,28 @@ def step_rows(
     spec: EmbeddingSpec,
     row_optimizer: RowOptimizer,
 ) -> dict[str, Rows]:
-    """Apply the row optimizer to the rows that a batch touched; round those of 16 bits."""
-    before = {name: old._replace(value=old.value.astype(jnp.float32)) for name, old in rows.items()}
+    """Apply the row optimizer to the rows that a batch touched, and round those that are stored in 16 bits."""
+    before = as_float32(rows)
     found = {
         name: Rows(*row_optimizer.update(row_gradients[name], old.value, old.slots, step))
         for name, old in before.items()
     }
     validate.check_row_update(before, found)
-    if spec.dtype == "float32":
-        return found
-    rounded = lambda name, value: to_float16(value, plans[name].unique, step, spec.seed)
-    return {name: new._replace(value=rounded(name, new.value)) for name, new in found.items()}
+    return as_stored(rows, found, plans, step, spec.seed)
+
+
+def as_float32(rows: dict[str, Rows]) -> dict[str, Rows]:
+    """Widen rows as they are stored to those that are computed with."""
+    return {name: one._replace(value=one.value.astype(jnp.float32)) for name, one in rows.items()}
+
+
+def as_stored(
+    before: dict[str, Rows], rows: dict[str, Rows], plans: dict[str, Plan], step: jax.Array, seed: int
+) -> dict[str, Rows]:
+    """Round updated rows, f32, to the dtype in which they were read."""
+    is_wide = lambda name: before[name].value.dtype == jnp.float32
+    rounded = lambda name, value: to_float16(value, plans[name].unique, step, seed)
+    return {name: one if is_wide(name) else one._replace(value=rounded(name, one.value)) for name, one in rows.items()}
 
 
 def without_replica(dense: DenseState) -> DenseState:

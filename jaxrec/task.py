@@ -29,6 +29,8 @@ from jaxrec.sharding import (
     shardings,
 )
 from jaxrec.step import (
+    as_float32,
+    as_stored,
     checked_plans,
     device_operations,
     init_dense,
@@ -176,7 +178,7 @@ class Task:
         """Apply one step to the dense parameters and the rows that the batch touches: `jaxrec.update` over the mesh.
 
         Pure, and not jitted. An override must leave rows of zero gradient unchanged, as padding relies on it, and keep
-        all shapes.
+        all shapes. Rows that are stored in 16 bits are rounded after it.
 
         Args:
           dense: DenseState, its leaves with a leading axis of R replicas.
@@ -221,9 +223,11 @@ class Task:
             validate.check_batch(self.spec, plans, batch)
             validate.check_dense(dense, self.optimizer, mesh.shape[REPLICA])
             validate.check_rows(self.spec, rows, self.row_optimizer)
-            found = self.update(dense, rows, plans, batch)
-            validate.check_updated((dense, rows), found)
-            return found
+            wide = as_float32(rows)
+            found = self.update(dense, wide, plans, batch)
+            validate.check_updated((dense, wide), found)
+            new, updated, metrics = found
+            return new, as_stored(rows, updated, plans, dense.step, self.spec.seed), metrics
 
         return checked
 

@@ -20,7 +20,7 @@ from jaxrec.types import Batch, RowOptimizer, TrainState
 
 
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
-    """Refuse tables of another spec; the seed may differ, as it affects initial rows only."""
+    """Refuse tables of another spec; the seed may differ, which decides initial rows and how 16 bits are rounded."""
     if theirs is spec or theirs.digest == spec.digest:
         return
     if (list(theirs.tables.items()), theirs.shards) != (list(spec.tables.items()), spec.shards):
@@ -30,6 +30,8 @@ def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
             f"{theirs.shards} shards, and the step wants {wanted!s:.200} in {spec.shards}. Make "
             "both with one spec."
         )
+    if theirs.dtype != spec.dtype:
+        raise ValueError(f"the tables are of {theirs.dtype}, and the step's spec of {spec.dtype}: make both with one.")
 
 
 def donated(state: TrainState) -> bool:

@@ -68,6 +68,7 @@ class Saving(Unprotected):
 class Periodic(Saving):
     """Saves of the whole state."""
 
+    read_by: ClassVar = "saves of the whole state, without --cpr"
     keep_period: int | None = None
     """Keep the first save of every k steps too, beside the last two: evaluate.py --state STEP takes it."""
 

@@ -33,7 +33,7 @@ class Trained(NamedTuple):
     directory: Path
     config: Mapping[str, Any]  # contents of config.json
     images: Path  # their directory
-    image: Image  # the newest with a readable manifest: all have the same tables
+    image: Image  # the newest of them with a readable manifest
 
 
 State = Literal["best", "last"] | int

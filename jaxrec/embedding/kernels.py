@@ -156,8 +156,11 @@ def scatter_add(table, rows, shards, count, values, old):
     if table.dtype == np.float32:
         _scatter_add(table, rows, shards, count, values, old)
     else:
-        change, total = np.subtract(values, old, dtype=np.float32), np.empty(1, np.float32)
-        _scatter_add_16(_movable(table), rows, shards, count, change, _FLOATS, total, total.view(np.uint32))
+        if values.dtype == np.float16:
+            values, old = (_floats(_movable(array), count, _FLOATS) for array in (values, old))
+        row, near_half = np.empty((2, table.shape[1]), np.float32)
+        scratch = row, row.view(np.uint32), near_half, near_half.view(np.uint32)
+        _scatter_add_16(_movable(table), rows, shards, count, values, old, _FLOATS, *scratch)
 
 
 _FLOATS = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # of the bits of a float16
@@ -197,23 +200,35 @@ def _scatter_add(table, rows, shards, count, values, old):
 
 
 @_compiled
-def _scatter_add_16(table, rows, shards, count, change, floats, total, total_bits):
+def _floats(bits, count, floats):
+    found = np.empty((count, bits.shape[1]), np.float32)
+    for u in range(count):
+        for c in range(bits.shape[1]):
+            found[u, c] = floats[bits[u, c]]
+    return found
+
+
+@_compiled
+def _scatter_add_16(table, rows, shards, count, values, old, floats, total, total_bits, near_half, near_half_bits):
+    # One loop for each step, as only then they are vectorised.
     width = table.shape[1]
     for u in range(count):
         row = rows[u] // shards
         for c in range(width):
-            total[0] = floats[table[row, c]] + change[u, c]
-            bits = total_bits[0]
-            sign, size = (bits >> np.uint32(16)) & np.uint32(0x8000), bits & np.uint32(0x7FFFFFFF)
-            if size < np.uint32(0x38800000):  # below 2**-14: multiples of 2**-24, which is the spacing at 0.5
-                total[0] = np.abs(total[0]) + np.float32(0.5)
-                half = total_bits[0] - np.uint32(0x3F000000)
-            elif size < np.uint32(0x47800000):  # to the nearest, ties to even, with the exponent of float16
-                size += np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
-                half = (size - np.uint32(0x38000000)) >> np.uint32(13)
-            else:
+            total[c] = floats[table[row, c]] + (values[u, c] - old[u, c])
+        for c in range(width):
+            near_half[c] = np.abs(total[c]) + np.float32(0.5)
+        for c in range(width):
+            size = total_bits[c] & np.uint32(0x7FFFFFFF)
+            if size >= np.uint32(0x47800000):  # infinite, or NaN
                 half = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else np.uint32(0x7C00)
-            table[row, c] = np.uint16(sign | half)
+            elif size < np.uint32(0x38800000):  # below 2**-14: multiples of 2**-24, the spacing of f32 at 0.5
+                half = near_half_bits[c] - np.uint32(0x3F000000)
+            else:  # to the nearest, ties to even, with the exponent of float16
+                half = (
+                    size + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1)) - np.uint32(0x38000000)
+                ) >> np.uint32(13)
+            table[row, c] = np.uint16((total_bits[c] >> np.uint32(16)) & np.uint32(0x8000) | half)
 
 
 @_compiled

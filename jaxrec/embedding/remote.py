@@ -223,7 +223,7 @@ class RemoteTables(PutCounts):
         work = {}
         for name, plan in plans.items():
             new, before = parts_on_host(self, name, plan, rows), parts_on_host(self, name, plan, old)
-            # The difference is half as many bytes as both; adding it gives the bits of `HostTables.add`.
+            # The difference, in f32, is as many bytes as f32 rows; adding it gives the bits of `HostTables.add`.
             work[name] = (
                 *used_rows(self, name, plan),
                 {part: np.subtract(new[part], before[part], dtype=np.float32) for part in new},

@@ -19,8 +19,8 @@ _MANTISSA_BITS, _LEAST_EXPONENT = 10, -14  # of float16; below, numbers are mult
 def to_float16(value: jax.Array, unique: jax.Array, step: jax.Array, seed: int) -> jax.Array:
     """Round stochastically, up with the probability (value - down) / (up - down), to neighbours down and up in float16.
 
-    All steps are exact in f32 for values from 2**-14 on, so that every device and program gives the same bits. A value
-    that is a float16 stays, and one that is too large becomes infinite.
+    All steps are exact in f32, so that every device and program gives the same bits; only below 2**-14 the chance is
+    itself rounded. A value that is a float16 stays, and one that is too large becomes infinite.
 
     Args:
       value: f32[S, U, E].
@@ -39,15 +39,16 @@ def to_float16(value: jax.Array, unique: jax.Array, step: jax.Array, seed: int) 
     size = jnp.abs(value)
     exponent = jax.lax.bitcast_convert_type(size, jnp.int32) >> 23
     spacing_exponent = jnp.maximum(exponent, _LEAST_EXPONENT + 127) - _MANTISSA_BITS
-    spacing = jax.lax.bitcast_convert_type(spacing_exponent << 23, jnp.float32)
-    # At most 2**11, so that the sum has room for 12 bits and more of the random number.
-    rounded = jnp.floor(size / spacing + _uniform(unique, value.shape[-1], step, seed)) * spacing
+    power = lambda exponent: jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    # A product, as GPUs divide approximately. Below 2**11, so that the sum has room for the 13 bits of the number.
+    spacings = size * power(254 - spacing_exponent)
+    rounded = jnp.floor(spacings + _uniform(unique, value.shape[-1], step, seed)) * power(spacing_exponent)
     return jnp.copysign(rounded, value).astype(jnp.float16)
 
 
 def _uniform(unique, width, step, seed):
-    """Return f32[S, U, E] in [0, 1), multiples of 2**-12."""
+    """Return f32[S, U, E] in [0, 1), multiples of 2**-13, by which an f32 is finer than a float16."""
     key = mix(mix(jnp.uint32(seed ^ 0x5BD1E995)) ^ jnp.asarray(step, jnp.uint32))
     column = np.arange(1, width + 1, dtype=np.uint32) * np.uint32(0x9E3779B9)
     h = mix(mix(unique.astype(jnp.uint32) ^ key)[..., None] + column[(None,) * unique.ndim])
-    return (h >> 20).astype(jnp.float32) * np.float32(2.0**-12)
+    return (h >> 19).astype(jnp.float32) * np.float32(2.0**-13)

@@ -113,7 +113,7 @@ class EmbeddingSpec:
       tables: {name: Table}.
       lookups: {name: Lookup}; plans number rows in this order.
       shards: number of shards S, a multiple of the number of devices.
-      seed: seed of the initial rows.
+      seed: seed of the initial rows, and of the rounding of 16-bit rows.
       dtype: of the stored embeddings: "float32", or "float16" for half the memory, also in images and on the link.
         Losses and optimizers see them as float32, slots are float32, and updates are rounded stochastically, by
         `rounding.to_float16`.
