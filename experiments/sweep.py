@@ -2,7 +2,7 @@
 
     python experiments/sweep.py --vary model=dlrm,dcnv2 row-learning-rate=0.02,0.05 --seeds 3
     python experiments/sweep.py --vary model=lr,fm --fixed data=criteo path=prepared validation-fraction=0.1
-    python experiments/sweep.py --vary model=lr,fm --fixed data=criteo --paths split_{0..4} --seeds 5 --metric test_auc
+    python experiments/sweep.py --vary model=lr,fm --fixed data=criteo --path split_{0..4} --seeds 5 --metric test_auc
     python experiments/sweep.py ... --workdir DIR --resume           goes on; what is complete is not trained again
     python experiments/sweep.py ... --workdir DIR --resume --metric validation_log_loss   by another figure
 
@@ -47,8 +47,8 @@ class Config(Flags):
     """flag=value,value,...: all combinations are trained; no value for a flag that is on or off: flag=,no."""
     fixed: tuple[str, ...] = ()
     """flag=value shared by all runs; several values in quotes: "fail=300:3 700:1"."""
-    paths: tuple[Path, ...] = ()
-    """Prepared directories that seeds take in turn, such as several splits: the --path of a run."""
+    path: tuple[Path, ...] = ()
+    """Prepared directories that seeds take in turn, such as several splits."""
     seeds: int = 3
     metric: str = "validation_auc"
     """Key of results.json by which arms are compared and one is chosen."""
@@ -240,9 +240,9 @@ def main(config: Config) -> dict:
     refuse({"--vary is needed: a flag of train.py and its values, such as model=dlrm,dcnv2.": not config.vary})
     fixed = [word for item in config.fixed for word in words_of(*pair_of("fixed", item))]
     arms = {arm: [*fixed, *flags] for arm, flags in arms.items()}
-    paths = config.paths
-    twice = paths and any("--path" in flags for flags in arms.values())
-    refuse({"--paths and path=... are two ways to name the data: leave one of them out.": twice})
+    paths = config.path
+    twice = bool(paths) and any("--path" in flags for flags in arms.values())
+    refuse({"--path and path=... are two ways to name the data: leave one of them out.": twice})
     of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
     check_metric(config.metric, {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()})
     with (

@@ -29,11 +29,12 @@ from main.model import keep_copy
 from main.plots import draw, table
 from main.pools import train_pool
 from main.recorder import Recorder, check_seeds, resumed, tensorboard
-from main.recovering import Saving
+from main.recovering import Recovering, Saving
 from main.report import QUALITY
 from main.run_dir import go_on_with
 from main.saving import Best, without_gain
 from main.signals import Asked, Stopped, stop_on_signals
+from main.sources import Tabular
 from main.subsets import refusals
 from main.trainers import Processes
 
@@ -221,13 +222,15 @@ def may_grow(config: Config) -> set[str]:
     """Return the flags by which a run that is resumed may be made longer, if its steps do not depend on its length."""
     saves, looks = config.saves, config.looks
     # Failures are drawn, and saves for them planned, over the length of the run; rates follow from its evaluations.
-    planned = getattr(saves, "fail", ()) and (saves.fail == ("gamma",) or saves.save_every_steps is None)
+    planned = isinstance(saves, Recovering) and (
+        saves.fail == ("gamma",) or (saves.fail != () and saves.save_every_steps is None)
+    )
     reduced = getattr(looks, "reduce_on_plateau", None) is not None
     if config.learning.schedule != "constant" or isinstance(config.trainers, Processes) or planned or reduced:
         return set()
     if config.source.data == "synthetic":
         return {"epochs"}
-    if config.source.data == "tabular" and len(config.source.path) > 1:
+    if isinstance(config.source, Tabular) and len(config.source.path) > 1:
         # Saves of shards and mapped files are of one table size, the best state of one validation; and with more
         # epochs, rows that were appended would no longer be the last.
         of_one_size = saves.cpr != "none" or getattr(config.home, "table_directory", None) is not None
