@@ -74,12 +74,31 @@ def test_an_interval_over_seeds_that_share_test_sets_holds_its_share():
             "validation_auc wants a validation set, and row-learning-rate=0.02 has none",
         ),
         ({"fixed": ("data=tabular", "path=nowhere")}, "nowhere is no complete dataset"),
+        ({"fixed": ("path=x",), "path": (Path("y"),)}, "--path and path=... are two ways to name the data"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_is_trained(tmp_path, flags, words):
     with pytest.raises(ValueError, match=words):
         sweep.main(sweep.Config(workdir=tmp_path / "s", **(FLAGS | flags)))
     assert not (tmp_path / "s").exists()
+
+
+def test_seeds_take_splits_in_turn_and_intervals_are_over_splits(tmp_path, monkeypatch):
+    seen = []
+
+    def trained(run, name, words, flags, asked, env):
+        given = {flag: flags[place + 1] for place, flag in enumerate(flags) if flag.startswith("--")}
+        seen.append((given["--model"], int(given["--seed"]), given["--path"]))
+        auc = 0.5 + 0.1 * (given["--path"] == "b") + 0.001 * seen[-1][1] * (given["--model"] == "fm")
+        return {"test_auc": auc, "validation_auc": auc}
+
+    monkeypatch.setattr(sweep, "trained", trained)
+    fixed, path = ("data=criteo", "validation-fraction=0.1"), (Path("a"), Path("b"))
+    found = sweep.main(sweep.Config(vary=("model=lr,fm",), fixed=fixed, path=path, seeds=4, workdir=tmp_path))
+    assert seen == [(model, seed, "ab"[seed % 2]) for model in ("lr", "fm") for seed in range(4)]
+    half = paired_interval([0, 0.001, 0.002, 0.003], range(4), 2)[1]
+    assert found["model=fm_minus_first_half_width"] == pytest.approx(half)
+    assert found["chosen_test_auc_half_width"] == pytest.approx(paired_interval([0.501, 0.602])[1])
 
 
 def of_arms(**found):
