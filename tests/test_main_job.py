@@ -398,7 +398,7 @@ def test_rows_of_16_bits_are_trained_saved_and_evaluated(tmp_path):
     rows = read_tables(tmp_path / "oac" / "checkpoints", ["C3"], ["value", "accumulator"])["C3"]
     assert (rows["value"].dtype, rows["accumulator"].dtype) == (np.float16, np.float32)
     look = evaluate.main(evaluate.Config(tmp_path / "oac", workdir=tmp_path / "look"))
-    assert look["auc"] == found["oac"]["test_auc"]
+    assert look["auc"] == pytest.approx(found["oac"]["test_auc"], abs=1e-5)  # by a program on one device
     with pytest.raises(ValueError, match="was begun with row_dtype float16, not float32"):
         train.main(changed(TINY, workdir=tmp_path / "oac", resume=True, **OAC))
 

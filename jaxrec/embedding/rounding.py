@@ -31,8 +31,8 @@ def to_float16(value: jax.Array, unique: jax.Array, step: jax.Array, seed: int) 
     Returns:
       f16[S, U, E].
 
-    >>> rows = jnp.full((1, 4096, 1), 1 + 2**-12)  # a quarter of the way from 1 to the next float16
-    >>> rounded = to_float16(rows, jnp.arange(4096)[None], 0, seed=0)
+    >>> rows = jnp.full((1, 65536, 1), 1 + 2**-12)  # a quarter of the way from 1 to the next float16
+    >>> rounded = to_float16(rows, jnp.arange(65536)[None], 0, seed=0)
     >>> round(float((rounded > 1).mean()), 2)
     0.25
     """
