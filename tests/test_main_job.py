@@ -293,7 +293,11 @@ def test_a_finished_run_trains_on_as_if_it_had_been_longer(tmp_path, monkeypatch
     assert (tmp_path / "on" / "results.json").exists()
 
 
-def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
+def refused(why):
+    raise ValueError(why)
+
+
+def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path, monkeypatch):
     lines = [*table_lines(700)]
     lines = lines[:401] + [re.sub(r",u[0-4],", ",new_one,", line) for line in lines[401:]]
     days, schema = [], ("schema.py", SCHEMA)
@@ -311,6 +315,9 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path):
     before = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
     with pytest.raises(ValueError, match="day_0 was not prepared onto .*day_0"):
         train.main(changed(config, resume=True, path=(days[0], days[0])))
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="the files of Tuesday are damaged"):
+        change_data(patch, lambda data: refused("the files of Tuesday are damaged"))
+        train.main(changed(config, resume=True, path=tuple(days)))
     assert train.main(changed(config, resume=True)) == first  # the refused ones have left no trace
     results = train.main(changed(config, resume=True, path=tuple(days)))
     after = read_tables(tmp_path / "run" / "checkpoints", ["user", "item"])
