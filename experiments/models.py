@@ -21,7 +21,7 @@ import numpy as np
 from main.cli import Figure, Flags, Run, bars, command_line, grid, refuse, say
 from main.report import scaled
 from main.signals import stop_on_signals
-from sweep import MINUS, again_in, summary, trained_arms
+from sweep import MINUS, again_in, in_turn, summary, trained_arms
 
 from jaxrec.data.blocks import read_metadata
 from jaxrec.data.tabular import AtRandom, ByRows, Categorical, Dense, Schema, prepare
@@ -153,13 +153,11 @@ def main(config: Config) -> dict:
     ):
         seeds, flags = range(config.seed, config.seed + config.seeds), flags_of(config)
         arms: dict[str, list[str]] = {model: [*flags, "--model", model] for model in config.models}
-        of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
-        found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
+        found = trained_arms(run, arms, config.preset, seeds, asked, of_seed=in_turn(paths))
         if config.binned is not None:
             binned = prepared_in_buckets(config.binned, paths, run.directory)
-            of_seed = lambda seed: ["--path", str(binned[seed % len(binned)])]
             arms = {BINNED: ["--data", "tabular", "--model", "lr"]}
-            found |= trained_arms(run, arms, config.preset, seeds, asked, of_seed=of_seed)
+            found |= trained_arms(run, arms, config.preset, seeds, asked, of_seed=in_turn(binned))
         models = list(found)
         aucs = {model: [one["test_auc"] for one in its] for model, its in found.items()}
         results = summary(aucs, seeds, len(paths) or 1)

@@ -130,6 +130,11 @@ def trained_arms(
     return found
 
 
+def in_turn(paths: Sequence[Path]) -> Callable[[int], list[str]]:
+    """Return seed -> flags that name the data of that seed, which take the paths in turn; none without paths."""
+    return lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
+
+
 def sign_of(metric: str) -> int:
     """Return 1 if more of a metric is better, -1 if less, 0 if it is unknown.
 
@@ -243,7 +248,7 @@ def main(config: Config) -> dict:
     paths = config.path
     twice = bool(paths) and any("--path" in flags for flags in arms.values())
     refuse({"--path and path=... are two ways to name the data: leave one of them out.": twice})
-    of_seed = lambda seed: ["--path", str(paths[seed % len(paths)])] if paths else []
+    of_seed = in_turn(paths)
     check_metric(config.metric, {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()})
     with (
         Run("sweep", config, config.workdir, config.resume) as run,

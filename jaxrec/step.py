@@ -140,7 +140,7 @@ def gradients(
 
 def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
     """Return the gradients with respect to params and to values, metrics, and the new variables."""
-    batch, values = _finite_where_unweighted(batch), _as_f32(values)
+    batch, values = _finite_where_unweighted(batch), as_float32(values)
 
     def objective(params, values):
         if sharded:
@@ -165,10 +165,6 @@ def _differentiate(params, values, plans, batch, spec, loss, sharded, rng):
         value = jax.lax.pmean(jax.lax.psum(value, DATA), REPLICA)
         weight = jax.lax.psum(weight, REPLICA)
     return gradient, row_gradients, {"loss": value, "weight": weight, **figures}, variables
-
-
-def _as_f32(values):
-    return {name: value.astype(jnp.float32) for name, value in values.items()}
 
 
 def _finite_where_unweighted(batch):
@@ -206,9 +202,9 @@ def step_rows(
     return as_stored(rows, found, plans, step, spec.seed)
 
 
-def as_float32(rows: dict[str, Rows]) -> dict[str, Rows]:
-    """Widen rows as they are stored to those that are computed with."""
-    return {name: one._replace(value=one.value.astype(jnp.float32)) for name, one in rows.items()}
+def as_float32(rows: PyTree) -> PyTree:
+    """Widen rows, or values alone, as they are stored to those that are computed with; slots are float32 already."""
+    return jax.tree.map(lambda part: part.astype(jnp.float32), rows)
 
 
 def as_stored(
@@ -302,7 +298,7 @@ def make_eval_step(
         if mesh.size > 1:
             values = jax.tree.map(lambda value: jax.lax.all_gather(value, AXES, tiled=True), values)
         with naming_lookups(spec.lookups):
-            found = predict(params, activations(spec, _as_f32(values), plans), batch)
+            found = predict(params, activations(spec, as_float32(values), plans), batch)
         several = getattr(batch.label, "shape", None) != batch.weight.shape  # as in multi-task models
         vectors = jnp.shape(found)[1:] not in ((), (1,))  # of a tower; one column is a logit with an axis too many
         check_per_example("predict", found, batch, only_first_axis=several or vectors)

@@ -51,9 +51,12 @@ def images_directory(directory: Path, state: State | None = "last") -> Path:
         return directory
     best, saved = directory / BEST, directory / "checkpoints"
     if isinstance(state, int):
-        if state not in (steps := sorted(number_of(path) for path in images(saved))):
-            raise ValueError(f"{saved} has no save of step {state}, but of {steps}: give one of these as --state.")
-        return saved / f"step_{state:08d}"
+        of_step = {number_of(path): path for path in images(saved)}
+        if state not in of_step:
+            raise ValueError(
+                f"{saved} has no save of step {state}, but of {sorted(of_step)}: give one of these as --state."
+            )
+        return of_step[state]
     if state == "last" or not images(best):
         if state == "best":
             raise ValueError(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrec.embedding.tables import mix
+from jaxrec.embedding.tables import hashes_of, keys_of_columns, mix
 
 _MANTISSA_BITS, _LEAST_EXPONENT = 10, -14  # of float16; below, numbers are multiples of the least one
 
@@ -49,6 +49,5 @@ def to_float16(value: jax.Array, unique: jax.Array, step: jax.Array, seed: int) 
 def _uniform(unique, width, step, seed):
     """Return f32[S, U, E] in [0, 1), multiples of 2**-13, by which an f32 is finer than a float16."""
     key = mix(mix(jnp.uint32(seed ^ 0x5BD1E995)) ^ jnp.asarray(step, jnp.uint32))
-    column = np.arange(1, width + 1, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    h = mix(mix(unique.astype(jnp.uint32) ^ key)[..., None] + column[(None,) * unique.ndim])
+    h = hashes_of(unique.astype(jnp.uint32), key, keys_of_columns(width))
     return (h >> 19).astype(jnp.float32) * np.float32(2.0**-13)

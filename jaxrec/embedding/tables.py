@@ -30,6 +30,16 @@ def mix(h):
     return h ^ (h >> 16)
 
 
+def hashes_of(row, key, column):
+    """Hash rows u32[...], a key u32[] or u32[1], and the keys of the columns u32[E] to u32[..., E]."""
+    return mix(mix(row ^ key)[..., None] + column[(None,) * row.ndim])
+
+
+def keys_of_columns(width: int) -> np.ndarray:
+    """Return the keys u32[E] of the columns of a row for `hashes_of`."""
+    return np.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
+
+
 def initial_rows(row, width, scale, seed, xp=np):
     """Draw initial embedding rows, uniform in [-scale, scale), from (seed, row, column) alone.
 
@@ -49,13 +59,13 @@ def initial_rows(row, width, scale, seed, xp=np):
     (2, 2)
     """
     key = mix(np.asarray([(seed * _GOLDEN + 1) & 0xFFFFFFFF], np.uint32))
-    column = np.arange(1, width + 1, dtype=np.uint32) * np.uint32(_GOLDEN)
+    column = keys_of_columns(width)
     row, scale = row.astype(np.uint32), xp.asarray(scale, dtype=np.float32).reshape(-1)
     if xp is np:
         rows = np.empty((len(row), width), np.float32)
         kernels.initial_rows(row, key[0], column, scale, rows)
         return rows
-    h = mix(mix(row ^ key)[:, None] + column[None, :])
+    h = hashes_of(row, key, column)
     unit = (h >> 8).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # exact, in [-1, 1)
     return unit * scale[:, None]
 

@@ -90,12 +90,13 @@ def prepare(
       OSError: the disk is full, or a file or directory is not readable or writable. The same call resumes from there.
       ImportError: the extra `data` is not installed.
     """
-    base = None if onto is None else _open_base(local_path(onto), schema)
+    described = json.loads(json.dumps(schema.described()))  # as it will be read back
+    base = None if onto is None else _open_base(local_path(onto), schema, described)
     options = {
         "max_bad_rows": whole_number("max_bad_rows", max_bad_rows, 0),
         "block_rows": whole_number("block_rows", block_rows),
         "blocks_per_shard": whole_number("blocks_per_shard", blocks_per_shard),
-        "schema": json.loads(json.dumps(schema.described())),  # as it will be read back
+        "schema": described,
         "onto": None if base is None else base.identity,
         "format": looks.FORMAT,
     }
@@ -116,11 +117,10 @@ class Base(NamedTuple):
     logs: dict[str, np.ndarray]  # {history: log}
 
 
-def _open_base(directory: Path, schema: Schema) -> Base:
+def _open_base(directory: Path, schema: Schema, described: Mapping[str, Any]) -> Base:
     metadata = metadata_of(directory)
     its, options = metadata["table"], metadata["options"]
     look = look_of(directory, its, schema)
-    described = json.loads(json.dumps(schema.described()))
     for part in ("label", "weight"):  # which do not change what values are mapped to
         now, earlier = described.get(part), options["schema"].get(part)
         if now != earlier:
