@@ -116,12 +116,14 @@ def loss(params, activations, batch):
     return activations["item"].sum((1, 2)) + params * batch.label
 
 
-def batches(trainer, trainers):
-    """Batches of rows that no other trainer has, at intervals, so that a kill finds the trainers running."""
+def batches(trainer, trainers, gate=None):
+    """Batches of rows that no other trainer has, at intervals, from the tenth on once there is a file `gate`."""
 
     def stream(start):
         for number in range(start, STEPS):
             threading.Event().wait(0.02)
+            if gate is not None and number >= 10:
+                wait_for(gate.exists)
             ids = (
                 trainers * np.random.default_rng([trainer, number]).integers(0, ROWS // trainers, (BATCH, 1))
             ) + trainer
@@ -130,15 +132,16 @@ def batches(trainer, trainers):
     return stream
 
 
-def work_of(rule):
+def work_of(rule, gate=None):
     task = Task(SPEC, loss, optax.sgd(0.01), sgd(1.0))
-    return TrainerWork(task, np.zeros((), np.float32), batches, RULES[rule], pace_seconds=0.02)
+    of_each = functools.partial(batches, gate=gate)
+    return TrainerWork(task, np.zeros((), np.float32), of_each, RULES[rule], pace_seconds=0.02)
 
 
-def pool_of(machine, rule, trainers=2, **options):
+def pool_of(machine, rule, trainers=2, gate=None, **options):
     tables = HostTables.create(SPEC, sgd(1.0), machine.directory / "tables")
     options = {"timeout_s": 30.0} | options
-    return tables, TrainerPool(machine, tables, functools.partial(work_of, rule), trainers, **options)
+    return tables, TrainerPool(machine, tables, functools.partial(work_of, rule, gate), trainers, **options)
 
 
 def uses(trainers=2):
@@ -188,13 +191,15 @@ def test_trainers_train_every_batch_once_into_the_rows_that_they_share(rule):
 )
 def test_a_dead_process_is_replaced_and_every_example_counts_once(tmp_path, number, kind):
     with Machine() as machine:
-        _, pool = pool_of(machine, "ma", timeout_s=5.0, directory=tmp_path, save_every_seconds=0.2)
+        gate = tmp_path / "gate"
+        _, pool = pool_of(machine, "ma", gate=gate, timeout_s=5.0, directory=tmp_path, save_every_seconds=0.2)
         hit = []
 
         def strike(pool):
             if not hit and min(one.position for one in pool.progress) >= 5:
                 hit.append((pool.processes if kind == "trainer" else pool.sync_server_processes)[-1])
                 os.kill(hit[0], number)
+                gate.touch()
 
         with pool:
             params, stats = pool.run(strike)
@@ -236,30 +241,48 @@ def curved_loss(params, activations, batch):
 def in_turns(directory, script, trainer, trainers):
     """Batches that wait for their turns in a script, the trainers in the order of their steps and exchanges.
 
-    A turn ends when its trainer asks for the next batch. Without a script, trainers meet in every round, and none uses
-    a row of another.
+    A turn ends when its trainer asks for the next batch, and a stream once all turns are over and the trainers before
+    it have made their last exchange. Without a script, trainers meet in every round, and none uses a row of another.
     """
 
     def stream(start):
         turns = range(5) if script is None else [turn for turn, whose in enumerate(script) if whose == trainer]
         for number, turn in enumerate(turns):
-            end = time.monotonic() + TURN_TIMEOUT_S
-            while script is not None and turn and not (directory / str(turn - 1)).exists():
-                assert time.monotonic() < end
-                threading.Event().wait(0.002)
+            if script is not None and turn:
+                wait_for((directory / str(turn - 1)).exists)
             ids = np.random.default_rng([trainer, number]).integers(0, ROWS, (BATCH, 1)).astype(np.int32)
             if script is None:
                 ids = ids // trainers * trainers + trainer
             yield Batch({"item": ids % ROWS}, np.linspace(0, 1, BATCH, dtype=np.float32))
             (directory / str(turn)).touch()
+        if script is not None:
+            wait_for(lambda: (directory / "exchanges").stat().st_size >= len(script) + trainer)
 
     return stream
+
+
+def wait_for(condition):
+    end = time.monotonic() + TURN_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.002)
+
+
+def noting(rule, directory):
+    """Return a rule that adds a byte to a file in each exchange with the centre."""
+
+    def combine(centre, before):
+        with open(directory / "exchanges", "ab") as file:
+            file.write(b".")
+        return rule.combine(centre, before)
+
+    return rule._replace(combine=combine) if rule.has_centre else rule
 
 
 def scripted_work(rule, directory, script):
     task = Task(SPEC, curved_loss, optax.adam(0.05), sgd(0.1))
     batches = functools.partial(in_turns, directory, script)
-    return TrainerWork(task, np.ones((), np.float32), batches, SCRIPTED[rule], every_steps=1)
+    return TrainerWork(task, np.ones((), np.float32), batches, noting(SCRIPTED[rule], directory), every_steps=1)
 
 
 def by_threads(rule, directory, script):

@@ -24,6 +24,10 @@ from jaxrec.embedding import native, plan
 from jaxrec.oac import Overlap, overlap
 from jaxrec.sharding import mesh_of
 
+SAME_BITS = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="jax 0.10 compiles the program of a step over pinned tables to other roundings than that of the other homes",
+)
 OVER_FOUR = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
 
 
@@ -35,8 +39,8 @@ def play():
     library.jaxrec_play(1, 0)
 
 
-def state_of(task=TASK):
-    return task.init({"bias": jnp.zeros(())}, tables_in("pinned", SPEC, ROWS, task.mesh))
+def state_of(task=TASK, home="pinned"):
+    return task.init({"bias": jnp.zeros(())}, tables_in(home, SPEC, ROWS, task.mesh))
 
 
 def trained(task, state, batches, capacity=None):
@@ -80,6 +84,7 @@ BETWEEN_RUNS = {"evaluate": _evaluate, "read": _read, "change": _change, "train"
 DURING_ONE = {"evaluate": _evaluate, "read": _read, "change": _change}
 
 
+@SAME_BITS
 @settings(max_examples=10)
 @given(st.data())
 def test_any_use_of_the_tables_between_and_during_runs_gives_what_serial_execution_gives(data):
@@ -118,7 +123,7 @@ def test_any_use_of_the_tables_between_and_during_runs_gives_what_serial_executi
 @pytest.mark.parametrize("window", [1, 2, 5])
 def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
     batches = [batch_at(step) for step in range(30)]
-    wanted = trained(TASK, state_of(), batches)
+    wanted = trained(TASK, state_of(home="host"), batches)
     for seed in (0, 1, 2, 3):
         play(seed)
         found = trained(Overlap(TASK, window), state_of(), batches)

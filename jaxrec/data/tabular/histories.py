@@ -20,7 +20,8 @@ from jaxrec.data.tabular.encode import Ids, hashes, labels_of, rows_of
 from jaxrec.data.tabular.schema import MISSING, History, Schema
 from jaxrec.files import PARTIAL, atomic_write
 
-RECORD = np.dtype([("user", "<u8"), ("time", "<f8"), ("item", "<i4")], align=True)
+# With a field for the four bytes of padding, which numpy copies or leaves as they are, as its version likes.
+RECORD = np.dtype([("user", "<u8"), ("time", "<f8"), ("item", "<i4"), ("zero", "<i4")])
 """One record of a log; the user is a hash, which two of ten million share with a probability of 3e-6."""
 SORTED_ROWS = 1 << 22  # sorted at once, if no user has more
 SCRATCH = ".parts" + PARTIAL  # after the name of a log: the directory in which it is sorted
