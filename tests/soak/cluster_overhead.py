@@ -1,0 +1,293 @@
+"""Measure CPR's headline: what failures and saves cost with full and with partial recovery, each at its own interval.
+
+    python tests/soak/cluster_overhead.py                      4 GB of rows at 8 servers, 30 minutes of useful work
+                                                               an arm, a kill every 10 minutes; two hours for a seed
+    python tests/soak/cluster_overhead.py --preset smoke       small tables, half a minute an arm; five minutes
+    python tests/soak/cluster_overhead.py --workdir DIR --resume --seeds 3      goes on; arms that ended stay
+
+Server processes of this machine are killed by `os.kill(pid, 9)` after exponential times, at the same steps in every arm
+of a seed. First a trial of each arm measures its costs; equations (1) to (6) of jaxrec/cpr/schedule.py take these,
+choose the interval between saves (Young's for full recovery, that of the target PLS for partial), and predict overhead
+and PLS, which are logged before the arms begin. Each arm has a clock of its own: what a step takes while no save is
+under way and no server is missing, in the mean. Its overhead is what it takes beyond that for each step of the job, so
+that arms hours apart can be compared. **Measured, on one machine.**
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+
+import numpy as np
+from cluster_work import ClusterJob, Kill, Killer
+from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
+
+from jaxrec.checkpoint.checkpointer import BackgroundSaver
+from jaxrec.cluster import Cluster
+from jaxrec.cpr import schedule
+from jaxrec.cpr.saving import Saves
+
+Span = tuple[float, float]  # seconds of `time.monotonic`
+PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
+WARM_UP = 20  # steps before the clock of an arm starts
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"rows": 20_000, "minutes": 0.5, "mtbf_minutes": 0.2, "batch_size": 256, "trial_steps": 96},
+    "default": {"rows": 59_000_000, "minutes": 30.0, "mtbf_minutes": 10.0, "batch_size": 2048, "trial_steps": 400},
+    "paper": {"rows": 59_000_000, "minutes": 56 * 60.0, "mtbf_minutes": 28 * 60.0, "batch_size": 2048,
+              "trial_steps": 400},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Flags):
+    """Flags of the experiment; the preset decides those that are not given."""
+
+    rows: int | None = None
+    """Rows of all tables together; each takes 68 bytes with its slot."""
+    minutes: float | None = None
+    """Useful time of a job, without saves and failures, by the rate of the trial."""
+    mtbf_minutes: float | None = None
+    """Mean useful time between failures of the job."""
+    batch_size: int | None = None
+    trial_steps: int | None = None
+    """Steps in which the costs of an arm are measured: some saves and one kill."""
+    servers: int = 8
+    spares: int = 1
+    """Standby processes, in which a successor begins without waiting for a start."""
+    target_pls: float = 0.1
+    arms: tuple[Literal["full", "vanilla", "mfu", "ssu"], ...] = ("full", "vanilla", "mfu")
+    seeds: int = 1
+    resume: bool = False
+    """Go on with the run in --workdir, also with more --seeds."""
+
+
+def sized(config: Config) -> Config:
+    """Return the flags with the values of the preset filled in."""
+    known = {name: value for name, value in SIZES[config.preset].items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **known)
+
+
+def check(config: Config) -> None:
+    """Refuse flags that do not go together."""
+    refuse({
+        f"--servers {config.servers} must be at most 8, the number of shards.": config.servers > 8,
+        f"--target-pls {config.target_pls:g} must be above 0 and at most 1.": not 0 < config.target_pls <= 1,
+        f"--arms {' '.join(config.arms)}: give full and at least one other, each once.": (
+            "full" not in config.arms or len(set(config.arms)) != len(config.arms) or len(config.arms) < 2
+        ),
+    } | rule_of_ray())  # fmt: skip
+
+
+@contextlib.contextmanager
+def timed_saves() -> Iterator[list[Span]]:
+    """Yield a list of the times of copies and writes of saves, filled in the block."""
+    spans: list[Span] = []
+
+    def timed(method):
+        def call(*args):
+            start = time.monotonic()
+            try:
+                return method(*args)
+            finally:
+                spans.append((start, time.monotonic()))
+
+        return call
+
+    with (
+        mock.patch.object(Saves, "save_snapshot", timed(Saves.save_snapshot)),
+        mock.patch.object(BackgroundSaver, "_do", timed(BackgroundSaver._do)),
+    ):
+        yield spans
+
+
+def accounted(
+    times: Sequence[tuple[float, int]], saves: Sequence[Span], recoveries: Sequence[Span], excluded_s: float = 0.0
+) -> dict[str, float]:
+    """Split the time of an arm into useful work, saves and recoveries.
+
+    Args:
+      times: (seconds, step) of every committed step; steps fall where full recovery goes back.
+      saves: spans of copies and writes.
+      recoveries: spans from a kill until the job is back where it was.
+      excluded_s: seconds of these that only the measurement took.
+
+    Returns:
+      step_s, the mean seconds of a step outside all spans; useful_s, that for each new step; saving_s, what steps
+      beside a save took beyond it; recovering_s, the rest beyond useful_s.
+
+    >>> times = [(0.0, 1), (1.0, 2), (2.0, 3), (5.0, 4), (6.0, 5), (9.0, 4), (10.0, 5), (11.0, 6)]
+    >>> accounted(times, saves=[(2.5, 4.0)], recoveries=[(6.5, 9.5)])
+    {'step_s': 1.0, 'useful_s': 5.0, 'saving_s': 2.0, 'recovering_s': 4.0}
+    """
+    took = np.diff([at for at, _ in times])
+    edges = list(itertools.pairwise(at for at, _ in times))
+    meets = lambda spans: np.array([any(a < end and start < b for start, end in spans) for a, b in edges])
+    recovering = meets(recoveries)
+    saving = meets(saves) & ~recovering
+    step_s = float(took[~recovering & ~saving].mean())
+    useful_s = step_s * (times[-1][1] - times[0][1])
+    saving_s = float((took[saving] - step_s).sum())
+    return {
+        "step_s": step_s, "useful_s": useful_s, "saving_s": saving_s,
+        "recovering_s": float(took.sum()) - excluded_s - useful_s - saving_s,
+    }  # fmt: skip
+
+
+def recoveries_of(kills: Sequence[Kill], end: float, full: bool) -> list[Span]:
+    """Return the span of each recovery, up to the step of the loss with full recovery, at most until `end`."""
+    back = [(kill.caught_up if full else kill.next_step) or end for kill in kills]
+    return [(kill.killed, at) for kill, at in zip(kills, back, strict=True)]
+
+
+def figures_of(arm: str, row: Mapping[str, Any], killer: Killer, saves: Sequence[Span]) -> dict[str, Any]:
+    """Return the figures of an arm, with its overhead and the parts of it in percent of its useful time."""
+    times = killer.times[WARM_UP:]
+    recoveries = recoveries_of(killer.kills, times[-1][0], arm == "full")
+    found = accounted(times, saves, recoveries, sum(kill.checking_s for kill in killer.kills))
+    complete = [kill.seconds() for kill in killer.kills if kill.next_step]
+    parts = {part: sum(one[part] for one in complete) for part in PARTS}
+    percent = {"overhead": found["saving_s"] + found["recovering_s"], "saving": found["saving_s"]} | parts
+    return {
+        **{f"{name}_percent": 100 * seconds / found["useful_s"] for name, seconds in percent.items()},
+        "useful_s": found["useful_s"], "step_ms": 1000 * found["step_s"],
+        "seconds_to_next_step": [one["to_next_step"] for one in complete],
+        **{key: row[key] for key in ("kills", "saves", "pls", "lost_steps", "survivors_changed", "test_auc")},
+    }  # fmt: skip
+
+
+def trained(
+    job: ClusterJob, arm: str, every: float, plan: Mapping[int, int], cluster: Cluster, above: Path
+) -> dict[str, Any]:
+    """Train an arm that saves every so many steps, with servers killed by the plan; return its figures."""
+    job.every = every
+    with timed_saves() as saves:
+        row, killer, _ = job.run(arm, plan, cluster, above)
+    return figures_of(arm, row, killer, saves)
+
+
+def costs_of(config: Config, trials: Mapping[str, Mapping[str, Any]], arm: str) -> schedule.Costs:
+    """Return the costs of an arm, from the trials of all; a step has the mean length of theirs."""
+    found, rest = trials[arm], PARTS[1:2] + PARTS[:1] + PARTS[3:4]
+    hours = lambda percent: percent / 100 * found["useful_s"] / 3600
+    return schedule.Costs(
+        save_hours=max(hours(found["saving_percent"]) / intervals_of_trial(arm), 1e-9),
+        load_hours=hours(found["restoring_percent"]), reschedule_hours=hours(sum(found[f"{p}_percent"] for p in rest)),
+        mtbf_hours=(config.mtbf_minutes or 0) / 60, total_hours=(config.minutes or 0) / 60, nodes=config.servers,
+    )  # fmt: skip
+
+
+def intervals_of_trial(arm: str) -> int:
+    """Return the number of intervals T_save of a trial; a scheme saves parts of the rows eight times in its one."""
+    return 4 if arm in ("full", "vanilla") else 1
+
+
+def predicted(config: Config, costs: schedule.Costs, arm: str) -> dict[str, float]:
+    """Return the interval between saves in minutes, and the overhead in percent and PLS that equations give there."""
+    full = arm == "full"
+    every = schedule.full_interval(costs) if full else schedule.partial_interval(costs, config.target_pls)
+    every = min(every, costs.total_hours)
+    overhead = (schedule.full_overhead if full else schedule.partial_overhead)(costs, every)
+    return {
+        "save_every_minutes": 60 * every, "overhead_percent": 100 * overhead.total,
+        "pls": 0.0 if full else schedule.expected_pls_of_job(costs, every),
+    }  # fmt: skip
+
+
+def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int, int]:
+    """Draw kills {step: server} at a constant rate, from behind the warm-up to the end of the job."""
+    rng, step, found = np.random.default_rng(seed), 2.0 * WARM_UP, {}
+    while (step := step + rng.exponential(mtbf_steps)) < steps - 1:
+        found[int(step)] = int(rng.integers(servers))
+    return found
+
+
+def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Make the trials and arms of a seed that are not logged yet; return {arm: its figures, with the prediction's}."""
+    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
+    trial_steps = config.trial_steps or 0
+    more = config.servers, seed, config.spares
+    job = None
+    for arm in config.arms:
+        if (seed, "trial", arm) in known:
+            continue
+        job = job or ClusterJob(config.rows or 0, trial_steps, config.batch_size or 0, 0.0, *more)
+        plan = {int(0.6 * trial_steps): seed % config.servers}
+        found = trained(job, arm, trial_steps / intervals_of_trial(arm), plan, cluster, run.directory)
+        run.log({"seed": seed, "kind": "trial", "arm": arm} | found)
+    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
+    trials: dict[str, dict[str, Any]] = {arm: known[seed, "trial", arm] for arm in config.arms}
+    step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
+    steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
+    for arm in config.arms:
+        if (seed, "predicted", arm) not in known:
+            law = predicted(config, costs_of(config, trials, arm), arm)
+            run.log({"seed": seed, "kind": "predicted", "arm": arm, "steps": steps} | law)
+    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
+    job, results = None, dict[str, dict[str, Any]]()
+    for arm in config.arms:
+        law = known[seed, "predicted", arm]
+        if (seed, "measured", arm) not in known:
+            job = job or ClusterJob(config.rows or 0, steps, config.batch_size or 0, 0.0, *more)
+            every = law["save_every_minutes"] * 60 / step_s
+            plan = kills_of(seed, steps, mtbf_steps, config.servers)
+            found = trained(job, arm, every, plan, cluster, run.directory)
+            run.log(known.setdefault((seed, "measured", arm), {"seed": seed, "kind": "measured", "arm": arm} | found))
+        keys = "overhead_percent", "pls", "save_every_minutes"
+        results[arm] = known[seed, "measured", arm] | {f"predicted_{key}": law[key] for key in keys}
+    return results
+
+
+def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the means over seeds, with 95 % intervals, of each arm's figures, and of full's overhead over each."""
+    results: dict[str, Any] = {"seeds": len(rows)}
+
+    def add(key, values):
+        results[key], results[f"{key}_half_width"] = paired_interval(values)
+
+    shown = ("overhead", "saving", *PARTS, "predicted_overhead")
+    for arm in config.arms:
+        each = [row[arm] for row in rows]
+        for key in (*(f"{part}_percent" for part in shown), "pls", "predicted_pls", "predicted_save_every_minutes"):
+            add(f"{arm}_{key}", [one[key] for one in each])
+        results |= {f"{arm}_{key}": sum(one[key] for one in each) for key in ("kills", "saves", "survivors_changed")}
+        results[f"{arm}_step_ms"] = float(np.mean([one["step_ms"] for one in each]))
+        waits = [wait for one in each for wait in one["seconds_to_next_step"]]
+        results[f"{arm}_seconds_to_next_step"] = float(np.median(waits)) if waits else None
+        if arm != "full":
+            add(f"full_over_{arm}", [r["full"]["overhead_percent"] / r[arm]["overhead_percent"] for r in rows])
+            add(f"auc_lost_{arm}", [r["full"]["test_auc"] - r[arm]["test_auc"] for r in rows])
+    return results
+
+
+def table(config: Config, results: Mapping[str, Any]) -> str:
+    """Format the overhead of each arm, its parts, and the prediction."""
+    columns = {"overhead, %": "{}_overhead_percent", "predicted, %": "{}_predicted_overhead_percent"}
+    columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in ("saving", *PARTS)}
+    columns |= {"saved every, min": "{}_predicted_save_every_minutes", "kills": "{}_kills", "PLS": "{}_pls",
+                "predicted PLS": "{}_predicted_pls", "AUC lost": "auc_lost_{}", "full over it": "full_over_{}",
+                "s to the next step": "{}_seconds_to_next_step"}  # fmt: skip
+    return grid(results, "arm", list(config.arms), columns)
+
+
+def main(config: Config) -> dict:
+    """Train what is missing; return the contents of results.json."""
+    given, config = config, sized(config)
+    check(config)
+    run = Run("cluster_overhead", given, config.workdir, config.resume, may_grow=("seeds",))
+    with run, Cluster() as cluster:
+        rows = [run_seed(run, config, config.seed + place, cluster) for place in range(config.seeds)]
+        run.grown()
+        results = summary(config, rows)
+        run.close(results, table(config, results))
+    return results
+
+
+if __name__ == "__main__":
+    command_line(main, Config, __doc__)
