@@ -73,8 +73,7 @@ def test_equations_choose_the_intervals_and_predict_the_overheads_from_the_costs
     config = sized(Config(minutes=60.0, mtbf_minutes=20.0))
     percent = {"noticing": 1, "starting": 2, "restoring": 3, "resuming": 4, "repeating": 50, "saving": 8}
     trial = {f"{part}_percent": value for part, value in percent.items()} | {"useful_s": 100.0}
-    trials = {"full": trial, "mfu": trial}
-    full, mfu = (costs_of(config, trials, arm) for arm in ("full", "mfu"))
+    full, mfu = (costs_of(config, trial, arm) for arm in ("full", "mfu"))
     # Four saves in the trial.
     assert full[:6] == pytest.approx((2 / 3600, 3 / 3600, 7 / 3600, 1 / 3, 1.0, 8))
     assert mfu.save_hours == pytest.approx(8 / 3600)  # one interval of eight small saves

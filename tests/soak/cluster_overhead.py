@@ -15,10 +15,11 @@ that arms hours apart can be compared. **Measured, on one machine.**
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -172,13 +173,12 @@ def trained(
     return figures_of(arm, row, killer, saves)
 
 
-def costs_of(config: Config, trials: Mapping[str, Mapping[str, Any]], arm: str) -> schedule.Costs:
-    """Return the costs of an arm, from the trials of all; a step has the mean length of theirs."""
-    found, rest = trials[arm], PARTS[1:2] + PARTS[:1] + PARTS[3:4]
-    hours = lambda percent: percent / 100 * found["useful_s"] / 3600
+def costs_of(config: Config, trial: Mapping[str, Any], arm: str) -> schedule.Costs:
+    """Return the costs of an arm, from its trial, in which one server was killed."""
+    hours = lambda *parts: sum(trial[f"{part}_percent"] for part in parts) / 100 * trial["useful_s"] / 3600
     return schedule.Costs(
-        save_hours=max(hours(found["saving_percent"]) / intervals_of_trial(arm), 1e-9),
-        load_hours=hours(found["restoring_percent"]), reschedule_hours=hours(sum(found[f"{p}_percent"] for p in rest)),
+        save_hours=max(hours("saving") / intervals_of_trial(arm), 1e-9),
+        load_hours=hours("restoring"), reschedule_hours=hours("noticing", "starting", "resuming"),
         mtbf_hours=(config.mtbf_minutes or 0) / 60, total_hours=(config.minutes or 0) / 60, nodes=config.servers,
     )  # fmt: skip
 
@@ -208,39 +208,43 @@ def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int
     return found
 
 
+def logged(run: Run, seed: int, kind: str, arm: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of an arm that are logged already, else make them and log them."""
+    key: dict[str, Any] = {"seed": seed, "kind": kind, "arm": arm}
+    for row in run.metrics():
+        if key.items() <= row.items():
+            return row
+    run.log(found := key | make())
+    return found
+
+
 def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Make the trials and arms of a seed that are not logged yet; return {arm: its figures, with the prediction's}."""
-    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
+    """Make what is not logged yet of the trials, predictions and arms of a seed; return {arm: its figures}."""
+
+    @functools.cache
+    def job(steps):
+        sizes = config.rows or 0, steps, config.batch_size or 0
+        return ClusterJob(*sizes, save_every_steps=0.0, servers=config.servers, seed=seed, spares=config.spares)
+
+    def train(arm, steps, every, plan):
+        return trained(job(steps), arm, every, plan, cluster, run.directory)
+
+    trials, laws, results = (dict[str, dict[str, Any]]() for _ in range(3))
     trial_steps = config.trial_steps or 0
-    more = config.servers, seed, config.spares
-    job = None
     for arm in config.arms:
-        if (seed, "trial", arm) in known:
-            continue
-        job = job or ClusterJob(config.rows or 0, trial_steps, config.batch_size or 0, 0.0, *more)
-        plan = {int(0.6 * trial_steps): seed % config.servers}
-        found = trained(job, arm, trial_steps / intervals_of_trial(arm), plan, cluster, run.directory)
-        run.log({"seed": seed, "kind": "trial", "arm": arm} | found)
-    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
-    trials: dict[str, dict[str, Any]] = {arm: known[seed, "trial", arm] for arm in config.arms}
+        every, plan = trial_steps / intervals_of_trial(arm), {int(0.6 * trial_steps): seed % config.servers}
+        trials[arm] = logged(run, seed, "trial", arm, functools.partial(train, arm, trial_steps, every, plan))
+    for arm, trial in trials.items():
+        make = functools.partial(predicted, config, costs_of(config, trial, arm), arm)
+        laws[arm] = logged(run, seed, "predicted", arm, make)
     step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
     steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
-    for arm in config.arms:
-        if (seed, "predicted", arm) not in known:
-            law = predicted(config, costs_of(config, trials, arm), arm)
-            run.log({"seed": seed, "kind": "predicted", "arm": arm, "steps": steps} | law)
-    known = {(row["seed"], row["kind"], row["arm"]): row for row in run.metrics()}
-    job, results = None, dict[str, dict[str, Any]]()
-    for arm in config.arms:
-        law = known[seed, "predicted", arm]
-        if (seed, "measured", arm) not in known:
-            job = job or ClusterJob(config.rows or 0, steps, config.batch_size or 0, 0.0, *more)
-            every = law["save_every_minutes"] * 60 / step_s
-            plan = kills_of(seed, steps, mtbf_steps, config.servers)
-            found = trained(job, arm, every, plan, cluster, run.directory)
-            run.log(known.setdefault((seed, "measured", arm), {"seed": seed, "kind": "measured", "arm": arm} | found))
-        keys = "overhead_percent", "pls", "save_every_minutes"
-        results[arm] = known[seed, "measured", arm] | {f"predicted_{key}": law[key] for key in keys}
+    plan = kills_of(seed, steps, mtbf_steps, config.servers)
+    for arm, law in laws.items():
+        every = law["save_every_minutes"] * 60 / step_s
+        found = logged(run, seed, "measured", arm, functools.partial(train, arm, steps, every, plan))
+        of_law = "overhead_percent", "pls", "save_every_minutes"
+        results[arm] = found | {f"predicted_{key}": law[key] for key in of_law}
     return results
 
 
