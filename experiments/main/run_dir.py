@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import warnings
@@ -288,11 +289,10 @@ def cores() -> int:
 
 
 def _cpu():
-    """Return the processor model; without /proc, what Python reports."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+    """Return the processor's name, family and model, as virtual machines often hide which one it is."""
+    with contextlib.suppress(OSError, KeyError):
+        said = dict(re.findall(r"(.+?)\s*: (.*)", Path("/proc/cpuinfo").read_text().split("\n\n")[0]))
+        return f"{said['model name']}, family {said['cpu family']}, model {said['model']}"
     return platform.processor() or platform.machine()
 
 

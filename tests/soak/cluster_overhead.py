@@ -208,7 +208,7 @@ def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int
     return found
 
 
-def logged(run: Run, seed: int, kind: str, arm: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+def logged(run: Run, seed: int, kind: str, arm: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of an arm that are logged already, else make them and log them."""
     key: dict[str, Any] = {"seed": seed, "kind": kind, "arm": arm}
     for row in run.metrics():
@@ -230,21 +230,21 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
         return trained(job(steps), arm, every, plan, cluster, run.directory)
 
     trials, laws, results = (dict[str, dict[str, Any]]() for _ in range(3))
-    trial_steps = config.trial_steps or 0
-    for arm in config.arms:
+    arms, trial_steps = list[str](config.arms), config.trial_steps or 0
+    for arm in arms:
         every, plan = trial_steps / intervals_of_trial(arm), {int(0.6 * trial_steps): seed % config.servers}
         trials[arm] = logged(run, seed, "trial", arm, functools.partial(train, arm, trial_steps, every, plan))
     for arm, trial in trials.items():
-        make = functools.partial(predicted, config, costs_of(config, trial, arm), arm)
-        laws[arm] = logged(run, seed, "predicted", arm, make)
+        law = functools.partial(predicted, config, costs_of(config, trial, arm), arm)
+        laws[arm] = logged(run, seed, "predicted", arm, law)
     step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
     steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
     plan = kills_of(seed, steps, mtbf_steps, config.servers)
-    for arm, law in laws.items():
-        every = law["save_every_minutes"] * 60 / step_s
+    for arm in arms:
+        every = laws[arm]["save_every_minutes"] * 60 / step_s
         found = logged(run, seed, "measured", arm, functools.partial(train, arm, steps, every, plan))
         of_law = "overhead_percent", "pls", "save_every_minutes"
-        results[arm] = found | {f"predicted_{key}": law[key] for key in of_law}
+        results[arm] = found | {f"predicted_{key}": laws[arm][key] for key in of_law}
     return results
 
 
