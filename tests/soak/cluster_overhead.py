@@ -34,6 +34,7 @@ from jaxrec.checkpoint.checkpointer import BackgroundSaver
 from jaxrec.cluster import Cluster
 from jaxrec.cpr import schedule
 from jaxrec.cpr.saving import Saves
+from jaxrec.cpr.tracking import RowTracker
 
 Span = tuple[float, float]  # seconds of `time.monotonic`
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
@@ -88,7 +89,7 @@ def check(config: Config) -> None:
 
 @contextlib.contextmanager
 def timed_saves() -> Iterator[list[Span]]:
-    """Yield a list of the times of copies and writes of saves, filled in the block."""
+    """Yield a list of the times of picks, copies and writes of saves, filled in the block."""
     spans: list[Span] = []
 
     def timed(method):
@@ -101,10 +102,9 @@ def timed_saves() -> Iterator[list[Span]]:
 
         return call
 
-    with (
-        mock.patch.object(Saves, "save_snapshot", timed(Saves.save_snapshot)),
-        mock.patch.object(BackgroundSaver, "_do", timed(BackgroundSaver._do)),
-    ):
+    with contextlib.ExitStack() as patched:
+        for owner, name in ((RowTracker, "pick"), (Saves, "save_snapshot"), (BackgroundSaver, "_do")):
+            patched.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
         yield spans
 
 
@@ -115,7 +115,7 @@ def accounted(
 
     Args:
       times: (seconds, step) of every committed step; steps fall where full recovery goes back.
-      saves: spans of copies and writes.
+      saves: spans of picks, copies and writes.
       recoveries: spans from a kill until the job is back where it was.
       excluded_s: seconds of these that only the measurement took.
 
