@@ -292,7 +292,9 @@ def _cpu():
     """Return the processor's name, family and model, as virtual machines often hide which one it is."""
     with contextlib.suppress(OSError, KeyError):
         said = dict(re.findall(r"(.+?)\s*: (.*)", Path("/proc/cpuinfo").read_text().split("\n\n")[0]))
-        return f"{said['model name']}, family {said['cpu family']}, model {said['model']}"
+        return ", ".join(
+            [said["model name"], *(f"{key} {said[key]}" for key in ("cpu family", "model") if key in said)]
+        )
     return platform.processor() or platform.machine()
 
 

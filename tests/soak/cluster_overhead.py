@@ -1,4 +1,4 @@
-"""Measure CPR's headline: what failures and saves cost with full and with partial recovery, each at its own interval.
+"""Measure the overhead of saves and failures with full and with partial recovery, each at an interval of its own.
 
     python tests/soak/cluster_overhead.py                      4 GB of rows at 8 servers, 30 minutes of useful work
                                                                an arm, a kill every 10 minutes; two hours for a seed
@@ -8,15 +8,20 @@
 Server processes of this machine are killed by `os.kill(pid, 9)` after exponential times, at the same steps in every arm
 of a seed. First a trial of each arm measures its costs; equations (1) to (6) of jaxrec/cpr/schedule.py take these,
 choose the interval between saves (Young's for full recovery, that of the target PLS for partial), and predict overhead
-and PLS, which are logged before the arms begin. Each arm has a clock of its own: what a step takes while no save is
-under way and no server is missing, in the mean. Its overhead is what it takes beyond that for each step of the job, so
-that arms hours apart can be compared. **Measured, on one machine.**
+and PLS for the kills that were drawn, which is logged before the arms begin. **Measured, on one machine.**
+
+Each arm has a clock of its own: what a step takes far from saves and kills, in the mean. Its overhead is what it takes
+beyond that for each step of the job, so that arms hours apart can be compared. Full recovery and vanilla save whole
+images; MFU and SSU save what they pick, in parts, while training goes on, so that their saves cost less for that reason
+too. The few steps of a trial touch fewer rows than those of a job: predicted saves of MFU and SSU are too cheap.
 """
 
 import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,12 +43,13 @@ from jaxrec.cpr.tracking import RowTracker
 
 Span = tuple[float, float]  # seconds of `time.monotonic`
 PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
-WARM_UP = 20  # steps before the clock of an arm starts
+WARM_UP = 40  # steps before the clock of an arm starts, and as many after its last kill
+AFTER_SAVE_S = 0.3  # in which steps catch up
 SIZES: dict[str, dict[str, Any]] = {
-    "smoke": {"rows": 20_000, "minutes": 0.5, "mtbf_minutes": 0.2, "batch_size": 256, "trial_steps": 96},
-    "default": {"rows": 59_000_000, "minutes": 30.0, "mtbf_minutes": 10.0, "batch_size": 2048, "trial_steps": 400},
+    "smoke": {"rows": 20_000, "minutes": 0.5, "mtbf_minutes": 0.2, "batch_size": 256, "trial_steps": 160},
+    "default": {"rows": 59_000_000, "minutes": 30.0, "mtbf_minutes": 10.0, "batch_size": 2048, "trial_steps": 1200},
     "paper": {"rows": 59_000_000, "minutes": 56 * 60.0, "mtbf_minutes": 28 * 60.0, "batch_size": 2048,
-              "trial_steps": 400},
+              "trial_steps": 1200},
 }  # fmt: skip
 
 
@@ -89,35 +95,37 @@ def check(config: Config) -> None:
 
 @contextlib.contextmanager
 def timed_saves() -> Iterator[list[Span]]:
-    """Yield a list of the times of picks, copies and writes of saves, filled in the block."""
+    """Yield a list of the times of tracking, picks, copies and writes for saves, filled in the block."""
     spans: list[Span] = []
 
-    def timed(method):
+    def timed(method, after):
         def call(*args):
             start = time.monotonic()
             try:
                 return method(*args)
             finally:
-                spans.append((start, time.monotonic()))
+                spans.append((start, time.monotonic() + after))
 
         return call
 
     with contextlib.ExitStack() as patched:
-        for owner, name in ((RowTracker, "pick"), (Saves, "save_snapshot"), (BackgroundSaver, "_do")):
-            patched.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        for owner, name, after in (
+            (RowTracker, "track_until", 0.0), (RowTracker, "pick", AFTER_SAVE_S),
+            (Saves, "save_snapshot", AFTER_SAVE_S), (BackgroundSaver, "_do", AFTER_SAVE_S),
+        ):  # fmt: skip
+            patched.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), after)))
         yield spans
 
 
 def accounted(
-    times: Sequence[tuple[float, int]], saves: Sequence[Span], recoveries: Sequence[Span], excluded_s: float = 0.0
+    times: Sequence[tuple[float, int]], saves: Sequence[Span], recoveries: Sequence[Span]
 ) -> dict[str, float]:
     """Split the time of an arm into useful work, saves and recoveries.
 
     Args:
       times: (seconds, step) of every committed step; steps fall where full recovery goes back.
-      saves: spans of picks, copies and writes.
-      recoveries: spans from a kill until the job is back where it was.
-      excluded_s: seconds of these that only the measurement took.
+      saves: spans of tracking, picks, copies and writes.
+      recoveries: spans from a kill until the job is back where it was, or later.
 
     Returns:
       step_s, the mean seconds of a step outside all spans; useful_s, that for each new step; saving_s, what steps
@@ -137,48 +145,37 @@ def accounted(
     saving_s = float((took[saving] - step_s).sum())
     return {
         "step_s": step_s, "useful_s": useful_s, "saving_s": saving_s,
-        "recovering_s": float(took.sum()) - excluded_s - useful_s - saving_s,
+        "recovering_s": float(took.sum()) - useful_s - saving_s,
     }  # fmt: skip
 
 
-def recoveries_of(kills: Sequence[Kill], end: float, full: bool) -> list[Span]:
-    """Return the span of each recovery, up to the step of the loss with full recovery, at most until `end`."""
-    back = [(kill.caught_up if full else kill.next_step) or end for kill in kills]
-    return [(kill.killed, at) for kill, at in zip(kills, back, strict=True)]
+def recoveries_of(kills: Sequence[Kill], full: bool, settling_s: float) -> list[Span]:
+    """Return the span of each recovery: until the job is back, and a new spare process has started meanwhile."""
+    back = [(kill.caught_up if full else kill.next_step) or kill.killed for kill in kills]
+    return [(kill.killed, max(at, kill.killed + settling_s)) for kill, at in zip(kills, back, strict=True)]
 
 
-def figures_of(arm: str, row: Mapping[str, Any], killer: Killer, saves: Sequence[Span]) -> dict[str, Any]:
+def figures_of(row: Mapping[str, Any], killer: Killer, saves: Sequence[Span], settling_s: float) -> dict[str, Any]:
     """Return the figures of an arm, with its overhead and the parts of it in percent of its useful time."""
-    times = killer.times[WARM_UP:]
-    recoveries = recoveries_of(killer.kills, times[-1][0], arm == "full")
-    found = accounted(times, saves, recoveries, sum(kill.checking_s for kill in killer.kills))
-    complete = [kill.seconds() for kill in killer.kills if kill.next_step]
-    parts = {part: sum(one[part] for one in complete) for part in PARTS}
+    recoveries = recoveries_of(killer.kills, row["arm"] == "full", settling_s)
+    found = accounted(killer.times[WARM_UP:], saves, recoveries)
+    parts = {part: sum(kill.seconds()[part] for kill in killer.kills) for part in PARTS}
     percent = {"overhead": found["saving_s"] + found["recovering_s"], "saving": found["saving_s"]} | parts
     return {
         **{f"{name}_percent": 100 * seconds / found["useful_s"] for name, seconds in percent.items()},
         "useful_s": found["useful_s"], "step_ms": 1000 * found["step_s"],
-        "seconds_to_next_step": [one["to_next_step"] for one in complete],
-        **{key: row[key] for key in ("kills", "saves", "pls", "lost_steps", "survivors_changed", "test_auc")},
+        "seconds_to_next_step": [kill.seconds()["to_next_step"] for kill in killer.kills],
+        **{key: row[key] for key in ("kills", "saves", "rows_saved", "pls", "lost_steps", "test_auc")},
     }  # fmt: skip
 
 
-def trained(
-    job: ClusterJob, arm: str, every: float, plan: Mapping[int, int], cluster: Cluster, above: Path
-) -> dict[str, Any]:
-    """Train an arm that saves every so many steps, with servers killed by the plan; return its figures."""
-    job.every = every
-    with timed_saves() as saves:
-        row, killer, _ = job.run(arm, plan, cluster, above)
-    return figures_of(arm, row, killer, saves)
-
-
-def costs_of(config: Config, trial: Mapping[str, Any], arm: str) -> schedule.Costs:
-    """Return the costs of an arm, from its trial, in which one server was killed."""
-    hours = lambda *parts: sum(trial[f"{part}_percent"] for part in parts) / 100 * trial["useful_s"] / 3600
+def costs_of(config: Config, figures: Mapping[str, Any], intervals: float) -> schedule.Costs:
+    """Return the costs of an arm from the figures of one in which servers were killed, and saved so many intervals."""
+    hours = lambda *parts: sum(figures[f"{part}_percent"] for part in parts) / 100 * figures["useful_s"] / 3600
+    kills = max(1, figures["kills"])
     return schedule.Costs(
-        save_hours=max(hours("saving") / intervals_of_trial(arm), 1e-9),
-        load_hours=hours("restoring"), reschedule_hours=hours("noticing", "starting", "resuming"),
+        save_hours=max(hours("saving") / intervals, figures["step_ms"] / 3.6e6),  # at least a step
+        load_hours=hours("restoring") / kills, reschedule_hours=hours("noticing", "starting", "resuming") / kills,
         mtbf_hours=(config.mtbf_minutes or 0) / 60, total_hours=(config.minutes or 0) / 60, nodes=config.servers,
     )  # fmt: skip
 
@@ -188,22 +185,29 @@ def intervals_of_trial(arm: str) -> int:
     return 4 if arm in ("full", "vanilla") else 1
 
 
-def predicted(config: Config, costs: schedule.Costs, arm: str) -> dict[str, float]:
-    """Return the interval between saves in minutes, and the overhead in percent and PLS that equations give there."""
+def predicted(config: Config, costs: schedule.Costs, arm: str, kills: Sequence[float]) -> dict[str, float]:
+    """Return the interval between saves in minutes, and what equations give there: overhead in percent, and PLS.
+
+    Args:
+      kills: times of the kills that were drawn, in shares of the job, in place of as many as are expected.
+    """
     full = arm == "full"
     every = schedule.full_interval(costs) if full else schedule.partial_interval(costs, config.target_pls)
     every = min(every, costs.total_hours)
-    overhead = (schedule.full_overhead if full else schedule.partial_overhead)(costs, every)
+    total = costs.total_hours
+    drawn = costs._replace(mtbf_hours=total / len(kills)) if kills else costs._replace(mtbf_hours=1e9)
+    overhead = (schedule.full_overhead if full else schedule.partial_overhead)(drawn, every)
+    lost = sum(share * total % every for share in kills) / (total * costs.nodes)
     return {
-        "save_every_minutes": 60 * every, "overhead_percent": 100 * overhead.total,
-        "pls": 0.0 if full else schedule.expected_pls_of_job(costs, every),
+        "save_every_minutes": 60 * every, "overhead_percent": 100 * overhead.total, "pls": 0.0 if full else lost,
+        "expected_pls": 0.0 if full else schedule.expected_pls_of_job(costs, every),
     }  # fmt: skip
 
 
 def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int, int]:
     """Draw kills {step: server} at a constant rate, from behind the warm-up to the end of the job."""
-    rng, step, found = np.random.default_rng(seed), 2.0 * WARM_UP, {}
-    while (step := step + rng.exponential(mtbf_steps)) < steps - 1:
+    rng, step, found = np.random.default_rng(seed), float(WARM_UP), {}
+    while (step := step + rng.exponential(mtbf_steps)) < steps:
         found[int(step)] = int(rng.integers(servers))
     return found
 
@@ -223,60 +227,80 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
 
     @functools.cache
     def job(steps):
-        sizes = config.rows or 0, steps, config.batch_size or 0
-        return ClusterJob(*sizes, save_every_steps=0.0, servers=config.servers, seed=seed, spares=config.spares)
+        sizes = config.rows or 0, steps + WARM_UP, config.batch_size or 0
+        return ClusterJob(*sizes, float(steps), config.servers, seed, config.spares)
 
     def train(arm, steps, every, plan):
-        return trained(job(steps), arm, every, plan, cluster, run.directory)
+        with timed_saves() as saves:
+            row, killer, _ = job(steps).run(arm, plan, cluster, run.directory, every, compare=False)
+        if len(killer.servers.deaths) != len(killer.kills):
+            raise RuntimeError(f"{arm}: servers died that were not killed, {killer.servers.deaths}.")
+        settling_s = 3 * (config.mtbf_minutes or 0)  # a twentieth
+        return figures_of(row, killer, saves, settling_s)
 
+    for left in run.directory.glob("tmp*"):  # of an arm that was killed
+        shutil.rmtree(left, ignore_errors=True)
     trials, laws, results = (dict[str, dict[str, Any]]() for _ in range(3))
     arms, trial_steps = list[str](config.arms), config.trial_steps or 0
     for arm in arms:
         every, plan = trial_steps / intervals_of_trial(arm), {int(0.6 * trial_steps): seed % config.servers}
         trials[arm] = logged(run, seed, "trial", arm, functools.partial(train, arm, trial_steps, every, plan))
-    for arm, trial in trials.items():
-        law = functools.partial(predicted, config, costs_of(config, trial, arm), arm)
-        laws[arm] = logged(run, seed, "predicted", arm, law)
     step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
     steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
     plan = kills_of(seed, steps, mtbf_steps, config.servers)
+    shares = [step / steps for step in plan]
+    for arm, trial in trials.items():
+        costs = costs_of(config, trial, intervals_of_trial(arm))
+        laws[arm] = logged(run, seed, "predicted", arm, functools.partial(predicted, config, costs, arm, shares))
     for arm in arms:
         every = laws[arm]["save_every_minutes"] * 60 / step_s
         found = logged(run, seed, "measured", arm, functools.partial(train, arm, steps, every, plan))
-        of_law = "overhead_percent", "pls", "save_every_minutes"
-        results[arm] = found | {f"predicted_{key}": laws[arm][key] for key in of_law}
+        scale = found["useful_s"] / 60 / (config.minutes or 1)  # of a step here to one of the trials
+        own = dataclasses.replace(
+            config, minutes=(config.minutes or 0) * scale, mtbf_minutes=(config.mtbf_minutes or 0) * scale
+        )
+        again = predicted(own, costs_of(own, found, steps / every), arm, shares)
+        results[arm] = found | {f"predicted_{key}": value for key, value in laws[arm].items()}
+        results[arm] |= {f"afterwards_{key}": value for key, value in again.items()}
     return results
 
 
 def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the means over seeds, with 95 % intervals, of each arm's figures, and of full's overhead over each."""
+    """Return the means over seeds, with 95 % intervals, and full's mean overhead over that of each arm.
+
+    `predicted`: by equations from the costs of the trials; `afterwards`: from the costs of the arms themselves.
+    """
     results: dict[str, Any] = {"seeds": len(rows)}
 
     def add(key, values):
         results[key], results[f"{key}_half_width"] = paired_interval(values)
 
-    shown = ("overhead", "saving", *PARTS, "predicted_overhead")
+    kinds = ("", "predicted_", "afterwards_")
+    keys = [f"{kind}{key}" for key in ("overhead_percent", "pls") for kind in kinds]
+    keys += [f"{kind}save_every_minutes" for kind in kinds[1:]] + [f"{part}_percent" for part in ("saving", *PARTS)]
     for arm in config.arms:
         each = [row[arm] for row in rows]
-        for key in (*(f"{part}_percent" for part in shown), "pls", "predicted_pls", "predicted_save_every_minutes"):
+        for key in (*keys, "step_ms", "predicted_expected_pls"):
             add(f"{arm}_{key}", [one[key] for one in each])
-        results |= {f"{arm}_{key}": sum(one[key] for one in each) for key in ("kills", "saves", "survivors_changed")}
-        results[f"{arm}_step_ms"] = float(np.mean([one["step_ms"] for one in each]))
+        results |= {f"{arm}_{key}": sum(one[key] for one in each) for key in ("kills", "saves", "rows_saved")}
         waits = [wait for one in each for wait in one["seconds_to_next_step"]]
         results[f"{arm}_seconds_to_next_step"] = float(np.median(waits)) if waits else None
-        if arm != "full":
-            add(f"full_over_{arm}", [r["full"]["overhead_percent"] / r[arm]["overhead_percent"] for r in rows])
-            add(f"auc_lost_{arm}", [r["full"]["test_auc"] - r[arm]["test_auc"] for r in rows])
+    for arm in [arm for arm in config.arms if arm != "full"]:
+        for kind in kinds:
+            overheads = (results[f"{of}_{kind}overhead_percent"] for of in ("full", arm))
+            results[f"{kind}full_over_{arm}"] = operator.truediv(*overheads)
+        add(f"auc_lost_{arm}", [row["full"]["test_auc"] - row[arm]["test_auc"] for row in rows])
     return results
 
 
 def table(config: Config, results: Mapping[str, Any]) -> str:
-    """Format the overhead of each arm, its parts, and the prediction."""
-    columns = {"overhead, %": "{}_overhead_percent", "predicted, %": "{}_predicted_overhead_percent"}
+    """Format the overhead of each arm, its parts, and the predictions."""
+    columns = {"overhead, %": "{}_overhead_percent", "predicted, %": "{}_predicted_overhead_percent",
+               "from its own costs, %": "{}_afterwards_overhead_percent"}  # fmt: skip
     columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in ("saving", *PARTS)}
     columns |= {"saved every, min": "{}_predicted_save_every_minutes", "kills": "{}_kills", "PLS": "{}_pls",
                 "predicted PLS": "{}_predicted_pls", "AUC lost": "auc_lost_{}", "full over it": "full_over_{}",
-                "s to the next step": "{}_seconds_to_next_step"}  # fmt: skip
+                "s to the next step": "{}_seconds_to_next_step", "step, ms": "{}_step_ms"}  # fmt: skip
     return grid(results, "arm", list(config.arms), columns)
 
 
@@ -284,10 +308,9 @@ def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
     given, config = config, sized(config)
     check(config)
-    run = Run("cluster_overhead", given, config.workdir, config.resume, may_grow=("seeds",))
+    run = Run("cluster_overhead", given, config.workdir, config.resume)
     with run, Cluster() as cluster:
         rows = [run_seed(run, config, config.seed + place, cluster) for place in range(config.seeds)]
-        run.grown()
         results = summary(config, rows)
         run.close(results, table(config, results))
     return results

@@ -1,4 +1,4 @@
-"""The click job that cluster_failures.py trains arm by arm, over servers that it kills."""
+"""The click job that cluster_failures.py and cluster_overhead.py train arm by arm, over servers that they kill."""
 
 import contextlib
 import dataclasses
@@ -112,17 +112,17 @@ class Killer:
         self.kills.append(kill)
         self._due.pop(0)
 
-    def started(self, partial: bool) -> Callback:
-        """Return a callback to be listed after the supervisor and before the recovery."""
-        return _Calling(lambda shards: self._record_started(shards, partial))
+    def started(self, compare: bool) -> Callback:
+        """Return a callback to be listed after the supervisor and before the recovery, whose survivors are compared."""
+        return _Calling(lambda shards: self._record_started(shards, compare))
 
-    def _record_started(self, shards, partial):
+    def _record_started(self, shards, compare):
         now, kill = time.monotonic(), self._open
         if kill is None:
             return
         kill.noticed, kill.started = self.servers.deaths[kill.deaths_before].at, now
         kill.lost_at_step = self.engine.step
-        if partial:
+        if compare:
             self._before = self._survivors(shards)
             kill.checking_s += time.monotonic() - now
 
@@ -134,6 +134,7 @@ class Killer:
         now, kill = time.monotonic(), self._open
         if kill is not None:
             kill.restored = now
+        if kill is not None and self._before:
             self.survivors_changed += self._survivors(shards) != self._before
             after = time.monotonic() - now
             kill.checking_s, kill.restored = kill.checking_s + after, now + after
@@ -182,15 +183,20 @@ class ClusterJob:
         )
         self.eval_step = self.job.eval_step()
 
-    def recovery(self, arm: str, directory: Path, **more: Any) -> Recovery:
-        """Return the recovery of an arm."""
+    def recovery(self, arm: str, directory: Path, every: float | None = None, **more: Any) -> Recovery:
+        """Return the recovery of an arm, which saves every so many steps, if they are not those of the job."""
         mode: dict[str, Any] = {"mode": "full"} if arm == "full" else {"scheme": SCHEMES[arm](), "fraction": FRACTION}
-        return Recovery(directory, self.every, self.steps, copy="shards", **mode, **more)
+        return Recovery(directory, every or self.every, self.steps, copy="shards", **mode, **more)
 
     def run(
-        self, arm: str, plan: Mapping[int, int], cluster: Cluster, above: Path
-    ) -> tuple[dict[str, Any], Killer, dict]:
+        self, arm: str, plan: Mapping[int, int], cluster: Cluster, above: Path, every: float | None = None,
+        compare: bool = True,
+    ) -> tuple[dict[str, Any], Killer, dict]:  # fmt: skip
         """Train an arm of ARMS; unless it is none, kill servers by the plan {step: server}.
+
+        Args:
+          every: steps between its saves, if they are not those of the job.
+          compare: whether the rows of surviving servers are compared.
 
         Returns:
           Figures of the arm; the killer; losses, voided deltas and digests, which must equal those of `serially`.
@@ -202,14 +208,15 @@ class ClusterJob:
                 spares=self.spares if arm != "none" else 0,
             )))  # fmt: skip
             servers.tables.on_shards(digest_rows)  # compiles it before the first kill
+            _ = servers.spares  # waits until they have started
             state = self.job.state(servers.tables, self.seed)
             engine = opened.enter_context(NotingPipeline(self.job.task, state, window=WINDOW))
             killer = Killer(engine, servers, plan if arm != "none" else {})
             log, recovery = engine.enter(Log()), None
             if arm != "none":
                 engine.enter(servers)
-                engine.enter(killer.started(arm != "full"))
-                recovery = engine.enter(self.recovery(arm, Path(directory)))
+                engine.enter(killer.started(compare and arm != "full"))
+                recovery = engine.enter(self.recovery(arm, Path(directory), every))
                 engine.enter(Late())
                 engine.enter(killer.restored())
             engine.enter(killer.after_step)
@@ -227,7 +234,7 @@ class ClusterJob:
         return {
             "kills": len(killer.kills), "shards_failed": recovery.failed, "lost_steps": recovery.lost_steps,
             "pls": recovery.pls, "saves": recovery.saves, "saving_s": recovery.stall_seconds,
-            "survivors_changed": killer.survivors_changed,
+            "rows_saved": recovery.rows_saved, "survivors_changed": killer.survivors_changed,
         }  # fmt: skip
 
     def serially(self, arm: str, losses: Losses, voided: Sequence[int], above: Path) -> dict[Any, Any]:
