@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster_overhead import (
+    SIZES,
     WARM_UP,
     Config,
     accounted,
@@ -16,10 +17,9 @@ from cluster_overhead import (
     kills_of,
     predicted,
     recoveries_of,
-    sized,
     summary,
 )
-from cluster_work import Kill
+from cluster_work import Kill, with_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from main.cli import refuse_small
@@ -70,7 +70,7 @@ def test_kills_come_at_a_constant_rate_and_follow_from_the_seed():
 
 
 def test_equations_choose_the_intervals_and_predict_the_overheads_from_the_costs_of_the_trials():
-    config = sized(Config(minutes=60.0, mtbf_minutes=20.0))
+    config = with_sizes(Config(minutes=60.0, mtbf_minutes=20.0), SIZES)
     percent = {"noticing": 1, "starting": 2, "restoring": 3, "resuming": 4, "repeating": 50, "saving": 8}
     trial = {f"{part}_percent": value for part, value in percent.items()}
     trial |= {"useful_s": 100.0, "kills": 1, "step_ms": 50.0}
@@ -124,7 +124,7 @@ def test_seeds_are_summed_up_with_the_ratio_of_full_recovery_to_each():
 def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags, words):
     with pytest.raises(ValueError, match=words):
         refuse_small(Config(**flags))
-        check(sized(Config(**flags)))
+        check(with_sizes(Config(**flags), SIZES))
 
 
 @pytest.mark.slow

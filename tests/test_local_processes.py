@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import optax
 import pytest
+from threads import until
 
 from jaxrec.cluster import Machine
 from jaxrec.cluster.pool import TrainerPool
@@ -123,7 +124,7 @@ def batches(trainer, trainers, gate=None):
         for number in range(start, STEPS):
             threading.Event().wait(0.02)
             if gate is not None and number >= 10:
-                wait_for(gate.exists)
+                until(gate.exists, TURN_TIMEOUT_S)
             ids = (
                 trainers * np.random.default_rng([trainer, number]).integers(0, ROWS // trainers, (BATCH, 1))
             ) + trainer
@@ -249,23 +250,16 @@ def in_turns(directory, script, trainer, trainers):
         turns = range(5) if script is None else [turn for turn, whose in enumerate(script) if whose == trainer]
         for number, turn in enumerate(turns):
             if script is not None and turn:
-                wait_for((directory / str(turn - 1)).exists)
+                until((directory / str(turn - 1)).exists, TURN_TIMEOUT_S)
             ids = np.random.default_rng([trainer, number]).integers(0, ROWS, (BATCH, 1)).astype(np.int32)
             if script is None:
                 ids = ids // trainers * trainers + trainer
             yield Batch({"item": ids % ROWS}, np.linspace(0, 1, BATCH, dtype=np.float32))
             (directory / str(turn)).touch()
         if script is not None:
-            wait_for(lambda: (directory / "exchanges").stat().st_size >= len(script) + trainer)
+            until(lambda: (directory / "exchanges").stat().st_size >= len(script) + trainer, TURN_TIMEOUT_S)
 
     return stream
-
-
-def wait_for(condition):
-    end = time.monotonic() + TURN_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end
-        threading.Event().wait(0.002)
 
 
 def noting(rule, directory):

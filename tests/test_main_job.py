@@ -392,8 +392,8 @@ def test_saves_of_periods_stay_and_each_can_be_evaluated(tmp_path):
     look = lambda step: evaluate.Config(tmp_path / "run", workdir=tmp_path / f"look {step}", state=step)
     found = {step: evaluate.main(look(step)) for step in (8, 16, 24)}
     assert [one["step"] for one in found.values()] == [*found]
-    # Evaluated over fewer devices than in training.
-    assert found[24]["auc"] == pytest.approx(results["test_auc"], abs=1e-5)
+    rounding = 1e-5 if jax.__version_info__ < (0, 11) else 0  # 1.2e-6 was seen on jax 0.10
+    assert found[24]["auc"] == pytest.approx(results["test_auc"], rel=0, abs=rounding)
     assert len({round(one["auc"], 3) for one in found.values()}) == 3
     with pytest.raises(ValueError, match=r"has no save of step 4, but of \[8, 16, 20, 24\]"):
         evaluate.main(look(4))

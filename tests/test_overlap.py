@@ -24,10 +24,6 @@ from jaxrec.embedding import native, plan
 from jaxrec.oac import Overlap, overlap
 from jaxrec.sharding import mesh_of
 
-SAME_BITS = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="jax 0.10 compiles the program of a step over pinned tables to other roundings than that of the other homes",
-)
 OVER_FOUR = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
 
 
@@ -84,7 +80,10 @@ BETWEEN_RUNS = {"evaluate": _evaluate, "read": _read, "change": _change, "train"
 DURING_ONE = {"evaluate": _evaluate, "read": _read, "change": _change}
 
 
-@SAME_BITS
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="jax 0.10 compiles the program of a step over pinned tables to other roundings than that of the other homes",
+)
 @settings(max_examples=10)
 @given(st.data())
 def test_any_use_of_the_tables_between_and_during_runs_gives_what_serial_execution_gives(data):

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import numpy as np
 import optax
-from cluster_work import SCHEMES, ClusterJob, Killer
+from cluster_work import SCHEMES, ClusterJob, Killer, with_sizes
 from main.cli import Flags, Run, command_line, grid, listing, plot, refuse, rule_of_ray, unread
 from main.click_data import TEST_BATCH, ClickJob, click_job
 from main.model import make_model
@@ -85,8 +85,7 @@ class Config(Flags):
 
 def sized(config: Config) -> Config:
     """Return the flags with the values of the preset filled in."""
-    known = {name: value for name, value in SIZES[config.preset].items() if getattr(config, name) is None}
-    config = dataclasses.replace(config, **known)
+    config = with_sizes(config, SIZES)
     return config if config.save_every_steps else dataclasses.replace(config, save_every_steps=(config.steps or 0) / 5)
 
 

@@ -19,8 +19,6 @@ too. The few steps of a trial touch fewer rows than those of a job: predicted sa
 import contextlib
 import dataclasses
 import functools
-import itertools
-import operator
 import shutil
 import sys
 import time
@@ -32,8 +30,9 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import numpy as np
-from cluster_work import ClusterJob, Kill, Killer
+from cluster_work import ClusterJob, Kill, Killer, with_sizes
 from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
+from studies.recovery_overheads import PARTS
 
 from jaxrec.checkpoint.checkpointer import BackgroundSaver
 from jaxrec.cluster import Cluster
@@ -42,8 +41,7 @@ from jaxrec.cpr.saving import Saves
 from jaxrec.cpr.tracking import RowTracker
 
 Span = tuple[float, float]  # seconds of `time.monotonic`
-PARTS = ("noticing", "starting", "restoring", "resuming", "repeating")
-WARM_UP = 40  # steps before the clock of an arm starts, and as many after its last kill
+WARM_UP = 40  # steps before the clock of an arm starts, by which an arm is longer, for its last save
 AFTER_SAVE_S = 0.3  # in which steps catch up
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "minutes": 0.5, "mtbf_minutes": 0.2, "batch_size": 256, "trial_steps": 160},
@@ -74,12 +72,6 @@ class Config(Flags):
     seeds: int = 1
     resume: bool = False
     """Go on with the run in --workdir, also with more --seeds."""
-
-
-def sized(config: Config) -> Config:
-    """Return the flags with the values of the preset filled in."""
-    known = {name: value for name, value in SIZES[config.preset].items() if getattr(config, name) is None}
-    return dataclasses.replace(config, **known)
 
 
 def check(config: Config) -> None:
@@ -135,9 +127,15 @@ def accounted(
     >>> accounted(times, saves=[(2.5, 4.0)], recoveries=[(6.5, 9.5)])
     {'step_s': 1.0, 'useful_s': 5.0, 'saving_s': 2.0, 'recovering_s': 4.0}
     """
-    took = np.diff([at for at, _ in times])
-    edges = list(itertools.pairwise(at for at, _ in times))
-    meets = lambda spans: np.array([any(a < end and start < b for start, end in spans) for a, b in edges])
+    at = np.array([seconds for seconds, _ in times])
+    took = np.diff(at)
+
+    def meets(spans):
+        found = np.zeros(len(took), bool)
+        for start, end in spans:
+            found[np.searchsorted(at[1:], start, "right") : np.searchsorted(at[:-1], end, "left")] = True
+        return found
+
     recovering = meets(recoveries)
     saving = meets(saves) & ~recovering
     step_s = float(took[~recovering & ~saving].mean())
@@ -159,12 +157,13 @@ def figures_of(row: Mapping[str, Any], killer: Killer, saves: Sequence[Span], se
     """Return the figures of an arm, with its overhead and the parts of it in percent of its useful time."""
     recoveries = recoveries_of(killer.kills, row["arm"] == "full", settling_s)
     found = accounted(killer.times[WARM_UP:], saves, recoveries)
-    parts = {part: sum(kill.seconds()[part] for kill in killer.kills) for part in PARTS}
+    seconds_of = [kill.seconds() for kill in killer.kills]
+    parts = {part: sum(one[part] for one in seconds_of) for part in PARTS}
     percent = {"overhead": found["saving_s"] + found["recovering_s"], "saving": found["saving_s"]} | parts
     return {
         **{f"{name}_percent": 100 * seconds / found["useful_s"] for name, seconds in percent.items()},
         "useful_s": found["useful_s"], "step_ms": 1000 * found["step_s"],
-        "seconds_to_next_step": [kill.seconds()["to_next_step"] for kill in killer.kills],
+        "seconds_to_next_step": [one["to_next_step"] for one in seconds_of],
         **{key: row[key] for key in ("kills", "saves", "rows_saved", "pls", "lost_steps", "test_auc")},
     }  # fmt: skip
 
@@ -191,13 +190,11 @@ def predicted(config: Config, costs: schedule.Costs, arm: str, kills: Sequence[f
     Args:
       kills: times of the kills that were drawn, in shares of the job, in place of as many as are expected.
     """
-    full = arm == "full"
-    every = schedule.full_interval(costs) if full else schedule.partial_interval(costs, config.target_pls)
-    every = min(every, costs.total_hours)
-    total = costs.total_hours
-    drawn = costs._replace(mtbf_hours=total / len(kills)) if kills else costs._replace(mtbf_hours=1e9)
+    full, total = arm == "full", costs.total_hours
+    every = min(schedule.full_interval(costs) if full else schedule.partial_interval(costs, config.target_pls), total)
+    drawn = costs._replace(mtbf_hours=total / len(kills) if kills else 1e9)
     overhead = (schedule.full_overhead if full else schedule.partial_overhead)(drawn, every)
-    lost = sum(share * total % every for share in kills) / (total * costs.nodes)
+    lost = sum(schedule.lost_portion(share * total % every, 0.0, total, costs.nodes) for share in kills)
     return {
         "save_every_minutes": 60 * every, "overhead_percent": 100 * overhead.total, "pls": 0.0 if full else lost,
         "expected_pls": 0.0 if full else schedule.expected_pls_of_job(costs, every),
@@ -238,8 +235,6 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
         settling_s = 3 * (config.mtbf_minutes or 0)  # a twentieth
         return figures_of(row, killer, saves, settling_s)
 
-    for left in run.directory.glob("tmp*"):  # of an arm that was killed
-        shutil.rmtree(left, ignore_errors=True)
     trials, laws, results = (dict[str, dict[str, Any]]() for _ in range(3))
     arms, trial_steps = list[str](config.arms), config.trial_steps or 0
     for arm in arms:
@@ -287,8 +282,8 @@ def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> 
         results[f"{arm}_seconds_to_next_step"] = float(np.median(waits)) if waits else None
     for arm in [arm for arm in config.arms if arm != "full"]:
         for kind in kinds:
-            overheads = (results[f"{of}_{kind}overhead_percent"] for of in ("full", arm))
-            results[f"{kind}full_over_{arm}"] = operator.truediv(*overheads)
+            key = f"{kind}overhead_percent"
+            results[f"{kind}full_over_{arm}"] = results[f"full_{key}"] / results[f"{arm}_{key}"]
         add(f"auc_lost_{arm}", [row["full"]["test_auc"] - row[arm]["test_auc"] for row in rows])
     return results
 
@@ -306,10 +301,12 @@ def table(config: Config, results: Mapping[str, Any]) -> str:
 
 def main(config: Config) -> dict:
     """Train what is missing; return the contents of results.json."""
-    given, config = config, sized(config)
+    given, config = config, with_sizes(config, SIZES)
     check(config)
     run = Run("cluster_overhead", given, config.workdir, config.resume)
     with run, Cluster() as cluster:
+        for left in run.directory.glob("tmp*"):  # of an arm that was killed
+            shutil.rmtree(left, ignore_errors=True)
         rows = [run_seed(run, config, config.seed + place, cluster) for place in range(config.seeds)]
         results = summary(config, rows)
         run.close(results, table(config, results))

@@ -167,6 +167,12 @@ class _Calling(Callback):
         self._restarted(state)
 
 
+def with_sizes(config: Any, sizes: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return flags of which those that are None have the values of the preset."""
+    known = {name: value for name, value in sizes[config.preset].items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **known)
+
+
 class ClusterJob:
     """The job with its compiled functions and data; servers, tables and dense state are new in each arm."""
 
