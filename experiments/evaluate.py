@@ -197,8 +197,9 @@ def synthetic_test(run: Trained, job: ClickJob) -> Iterator[Batch]:
     """Return the test examples of a synthetic run, as many as it was last tested on."""
     batches = (tested_on(run) or SYNTHETIC_EXAMPLES) // TEST_BATCH
     cardinalities = tuple(table.rows for table in job.spec.tables.values())
-    curved = run.config.get("curved", 0.0)  # runs of an earlier version had no such flag
-    return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches, curved=curved).test()
+    # Runs of an earlier version lacked some of these flags.
+    log = {name: run.config[name] for name in ("curved", "exponent") if name in run.config}
+    return synthetic_clicks(cardinalities, TEST_BATCH, 1, run.config["seed"], batches, **log).test()
 
 
 def in_batches(blocks: Iterable[dict[str, np.ndarray]], size: int, places: Sequence[int] = (0,)) -> Iterator[Batch]:

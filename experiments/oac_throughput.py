@@ -5,6 +5,7 @@
     python experiments/oac_throughput.py --link none     tables and device as they are; 2 minutes
     python experiments/oac_throughput.py --link remote   rows at 2 servers, on Ray: a link that is measured; 5 minutes
     ... --link remote --server-cores 1                   the same, servers and trainer on cores of their own
+    ... --link remote --ray-address HOST:6379            the same, on a running Ray cluster
 
 DLRM-Kaggle of throughput.py over tables in host memory, all modes in 24 interleaved rounds; ratios are of the rates
 within a round, medians with 95 % bootstrap intervals. A CPU has no link to its tables, so one is EMULATED: a channel
@@ -13,6 +14,7 @@ of given bandwidth whose time is slept (`stages_ms`). Result: results/two_cores_
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from main.cli import Flags, Run, bars, command_line, plot, refuse, rule_of_ray, unread
+from main.cli import Flags, Run, bars, belongs, command_line, plot, refuse, rule_of_ray, unread
+from main.homes import SERVER_TIMEOUT_S, share_of
 from main.report import Figure, figures, number, said
 from main.run_dir import cores
 from studies.oac_turns import PipelineWay, at_servers, compare, compiled, equal, measure_remote, turns_of
@@ -30,7 +33,7 @@ from studies.oac_work import LINKS, EmulatedLink, Work, bytes_a_batch, bytes_per
 from studies.reference import Job, ratio
 from studies.turns import in_turns
 
-from jaxrec.cluster import Cluster
+from jaxrec.cluster import Cluster, Supervisor
 
 REGIMES = {
     "balanced_link": "link as slow as compute", "link_link": "slower link", "compute_link": "faster link",
@@ -65,6 +68,10 @@ class Config(Flags):
     """Number of server processes of the remote link; 2 by default."""
     server_cores: int | None = None
     """Cores of this machine for the servers alone, as on a machine of their own; by default they share all cores."""
+    ray_address: str | None = None
+    """Address of a running Ray cluster for the servers of the remote link; by default Ray is started here."""
+    server_resource: str | None = None
+    """Ray resource that the machines of the servers have, such as rows; by default Ray chooses them."""
 
 
 def ways_of(config: Config, regime: str) -> list[PipelineWay]:
@@ -170,9 +177,12 @@ def measure_at_servers(
     against `sync` over such tables; `bitwise_equal_async_remote` is its control.
     """
     number, label = max(config.window, *WINDOWS) + 3 + counted, f"remote{words}"
-    ways = ways_of(config, "remote")
+    ways, taken = ways_of(config, "remote"), share_of(config.server_resource)
+    start = functools.partial(
+        Supervisor, cluster, servers=config.servers or 2, timeout_s=SERVER_TIMEOUT_S, resources=taken
+    )
     with contextlib.ExitStack() as opened:
-        remote = at_servers(job, number, config.window, config.servers or 2, cluster, opened)
+        remote = at_servers(job, number, config.window, start, opened)
         local = Work(job, number, config.window)
         found = equal(remote, local) | measure_remote(remote, local, ways, rounds, counted)
     run.log({"regime": label} | found)
@@ -198,11 +208,18 @@ def cluster_apart(server_cores: int) -> Iterator[Cluster]:
 def check(config: Config) -> None:
     """Refuse inconsistent flags."""
     remote = config.link == "remote"
-    read_by: dict[str, tuple[bool, tuple[str, ...]]] = {"--link remote": (remote, ("servers", "server_cores"))}
-    read_by["--link emulated"] = config.link == "emulated", ("latency_ms",)
-    refuse(unread(config, read_by) | {
+    refuse(unread(config, {
+        "--link remote": (remote, ("servers", "server_cores", "ray_address", "server_resource")),
+        "--link emulated": (config.link == "emulated", ("latency_ms",)),
+    }) | {
         f"--server-cores {config.server_cores} must leave a core of {cores()} to the trainer.": (
             config.server_cores is not None and not 0 < config.server_cores < cores()
+        ),
+        "--server-cores is for servers of this machine: leave out --ray-address.": (
+            config.server_cores is not None and config.ray_address is not None
+        ),
+        belongs("server_resource", config.server_resource, "--ray-address"): (
+            config.server_resource is not None and config.ray_address is None
         ),
     } | (rule_of_ray() if remote else {}))  # fmt: skip
 
@@ -218,7 +235,8 @@ def main(config: Config) -> dict:
     with contextlib.ExitStack() as opened:
         cluster = None
         if config.link == "remote":
-            cluster = opened.enter_context(cluster_apart(config.server_cores) if config.server_cores else Cluster())
+            apart, address = config.server_cores, config.ray_address
+            cluster = opened.enter_context(cluster_apart(apart) if apart else Cluster(address))
         run = Run("oac_throughput", config, config.workdir)  # starts JAX
         for words, job in points(config):
             here = run, config, words, job, config.rounds or rounds, counted

@@ -176,12 +176,12 @@ def small_integers(*shape, seed):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("chunk", [7, 64, 1000])
-def test_filtered_ranks_are_those_of_brute_force_with_ties(name, chunk):
+@pytest.mark.parametrize(("chunk", "block"), [(7, 100), (64, 60), (1000, 25), (7, 1)])
+def test_filtered_ranks_are_those_of_brute_force_with_ties(name, chunk, block):
     entities, relations = small_integers(60, 4, seed=0), relations_of(name, 6, 4, make=small_integers, seed=1)
     relations = 0 * relations if name == "rotate" else relations  # of other phases, scores are not exact
     queries = both_directions(GRAPH.test, 3)
-    found = filtered_ranks(MODELS[name], entities, relations, queries, KnownTails.of(GRAPH).pairs, chunk)
+    found = filtered_ranks(MODELS[name], entities, relations, queries, KnownTails.of(GRAPH).pairs, chunk, block)
     facts = {tuple(fact) for fact in both_directions(np.concatenate(GRAPH[:3]), 3).tolist()}
     ties = 0
     for (h, r, t), rank in zip(queries.tolist(), found, strict=True):
@@ -192,11 +192,24 @@ def test_filtered_ranks_are_those_of_brute_force_with_ties(name, chunk):
     assert ties > 3
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_entities_with_one_vector_are_ties_in_blocks_too(name):
+    make = lambda *shape, seed: np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    relations, once = relations_of(name, 6, 8, make=make, seed=1), make(30, 8, seed=0)
+    ranks = lambda block: filtered_ranks(
+        MODELS[name], np.concatenate([once, once]), relations, both_directions(GRAPH.test, 3),
+        KnownTails.of(GRAPH).pairs, 16, block,
+    )  # fmt: skip
+    for block in (16, 59, 60):
+        assert (ranks(block) == ranks(1000)).all()
+    assert (ranks(16) % 1 > 0).any()
+
+
 def test_unknown_queries_equal_scores_and_broken_scores_gain_nothing():
     zeros, nothing = np.zeros((9, 4), np.float32), lambda head, relation: (np.zeros(0, np.int32),) * 2
     queries = np.array([[0, 1, 2], [8, 0, 8]])
     assert filtered_ranks(COMPLEX, zeros, zeros, queries, nothing).tolist() == [5, 5]
-    assert filtered_ranks(COMPLEX, zeros * np.nan, zeros, queries, nothing).tolist() == [10, 10]
+    assert filtered_ranks(COMPLEX, zeros * np.nan, zeros, queries, nothing).tolist() == [9, 9]
     assert filtered_ranks(COMPLEX, zeros, zeros, np.zeros((0, 3)), nothing).shape == (0,)
     with pytest.raises(ValueError, match="no ranks"):
         ranking_metrics(np.zeros(0))

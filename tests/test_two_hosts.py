@@ -2,50 +2,31 @@
 
 import contextlib
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from two_hosts import two_hosts
+from two_hosts import PORT, ray_environment, ray_on, two_hosts
 
 pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-HERE, PORT, CUT_S = Path(__file__).parent, 6379, 45.0
-ENVIRONMENT = os.environ | {
-    "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0",
-    "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "soak", HERE.parent / "experiments"))),
-}  # fmt: skip
+HERE, CUT_S = Path(__file__).parent, 45.0
 
 
 @pytest.fixture(scope="module")
 def hosts():
     """Two hosts with Ray; the head is on the first."""
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="h-", dir="/tmp", ignore_cleanup_errors=True)
-        )
         try:
-            first, second = stack.enter_context(two_hosts())
+            found = stack.enter_context(two_hosts())
         except OSError as error:
             pytest.skip(f"two hosts cannot be made here: {error}")
-        start_ray(first, "--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={directory}")
-        start_second(first, second)
-        yield first, second
-
-
-def start_ray(host, *words):
-    """Start Ray on a host by its command line."""
-    command = [str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={host.address}", "--num-cpus=0"]
-    host.run(*command, "--object-store-memory=100000000", *words, env=ENVIRONMENT)
-
-
-def start_second(first, second):
-    start_ray(second, f"--address={first.address}:{PORT}", '--resources={"rows": 1}')
+        stack.enter_context(ray_on(*found))
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +36,21 @@ def found(hosts, tmp_path_factory):
     words = [HERE / "over_two_hosts.py", f"{first.address}:{PORT}", tmp_path_factory.mktemp("runs")]
     command = first.command([sys.executable, *map(str, words)])
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as driver:
+    with subprocess.Popen(command, env=ray_environment(), **pipes) as driver:
         try:
             for lost in ("power", "link", "power for good"):
                 assert "at\n" in driver.stdout  # after the output of Ray
                 if lost == "link":
-                    first.run("ip", "link", "set", "link0", "down")
+                    first.cut()
                 else:
                     second.kill()
                 driver.stdin.write(f"it has lost its {lost}\n")
                 if lost == "link":
                     time.sleep(CUT_S)
                     second.kill()  # it is restarted before it is let in again
-                    first.run("ip", "link", "set", "link0", "up")
-                    first.run("ip", "route", "add", "default", "dev", "link0")
+                    first.join()
                 if lost != "power for good":
-                    start_second(first, second)
+                    second.join_ray(first)
             return json.loads(driver.communicate(timeout=300)[0].splitlines()[-1])
         finally:
             driver.kill()
@@ -97,3 +77,15 @@ def test_servers_that_a_link_has_cut_off_are_noticed_by_the_time_out_of_a_call(f
 def test_a_run_whose_servers_have_no_host_any_more_ends_and_says_so(found):
     said = r"3 deaths of servers .*, above most_deaths=2; the last one of server \d \(incarnation 2\)"
     assert re.match(said, found["given_up"])
+
+
+def test_a_short_cut_of_the_link_keeps_the_bits_and_so_does_a_slow_one(hosts, tmp_path):
+    if not shutil.which("tc"):
+        pytest.skip("tc of iproute2 is not installed")
+    command = [sys.executable, HERE / "soak" / "cluster_two_hosts.py", "--preset", "smoke", "--workdir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["mbit_1000_bitwise_equal_remote"] and not found["mbit_1000_bitwise_equal_async_remote"]
+    assert found["cut_2_s_same_bits"] and found["cut_2_s_cut_s"] > 2 and found["cut_2_s_shards_failed"] == 0
+    assert found["cut_2_s_seconds_longer"] > 1

@@ -69,8 +69,9 @@ def criteo_run(directory: Path, rows=240, noted=True, trained=True, **options):
 
 def synthetic_run(directory: Path, trained=True):
     """A run over synthetic clicks with test examples in its log: (directory, job, state, data)."""
-    data = synthetic_clicks((9,) * 26, batch_size=64, steps=STEPS, seed=0, test_batches=2)
-    job, state = train_run(directory / "run", data, {"data": "synthetic"}, trained=trained)
+    log = {"curved": 0.3, "exponent": 0.7}
+    data = synthetic_clicks((9,) * 26, batch_size=64, steps=STEPS, seed=0, test_batches=2, **log)
+    job, state = train_run(directory / "run", data, {"data": "synthetic", **log}, trained=trained)
     (directory / "run" / "metrics.jsonl").write_text('{"step": 3, "test_examples": 4096}\n{"step": 4, "te')
     return directory / "run", job, state, data
 

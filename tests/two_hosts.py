@@ -1,7 +1,7 @@
 """Two hosts on one machine: network namespaces with one link between them, in which commands run.
 
 Needs root, or a kernel that allows user namespaces. The hosts share file system and process list, and a namespace ends
-with its processes.
+with its processes. `ray_on` starts Ray on both.
 """
 
 import contextlib
@@ -10,12 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _TOOLS = ("unshare", "nsenter", "ip", "sh", "cat")
+PORT = 6379
 _HOLD = ["sh", "-c", "echo up; exec cat"]  # ends with its parent, which closes its stdin
 
 
@@ -59,6 +62,34 @@ class Host(NamedTuple):
             threading.Event().wait(0.02)
         raise OSError(f"these processes do not end: {left}")
 
+    def cut(self) -> None:
+        """Cut the link."""
+        self.run(*"ip link set link0 down".split())
+
+    def join(self) -> None:
+        """Repair the link."""
+        self.run(*"ip link set link0 up".split())
+        self.run(*"ip route replace default dev link0".split())  # Ray finds the address of its machine by it
+
+    def slow_down(self, mbit_per_s: float) -> None:
+        """Limit what this host sends, by a token bucket; OSError where the kernel has none."""
+        self.run(*f"tc qdisc replace dev link0 root tbf rate {mbit_per_s}mbit burst 256kb latency 200ms".split())
+
+    def start_ray(self, *words: str) -> None:
+        """Start Ray on this host by its command line."""
+        command = [str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={self.address}"]
+        self.run(*command, "--num-cpus=0", "--object-store-memory=100000000", *words, env=ray_environment())
+
+    def join_ray(self, head: "Host") -> None:
+        """Start Ray on this host, which joins that of another and has the resource `rows`."""
+        self.start_ray(f"--address={head.address}:{PORT}", '--resources={"rows": 1}')
+
+
+def ray_environment() -> dict[str, str]:
+    """Return the environment variables of Ray and of its drivers, which import what this process does."""
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32, "RAY_USAGE_STATS_ENABLED": "0"}
+    return os.environ | token | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
 
 def _network_of(process):
     with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -82,11 +113,27 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         second = _held(stack, ADDRESSES[1], first.command(["unshare", "--net"]) if not root else ["unshare", "--net"])
         first.run(*f"ip link add link0 type veth peer name link0 netns {second.holder.pid}".split())
         for host in (first, second):
-            for words in (f"addr add {host.address}/24 dev link0", "link set lo up", "link set link0 up"):
+            for words in (f"addr add {host.address}/24 dev link0", "link set lo up"):
                 host.run("ip", *words.split())
-            # Ray finds the address of its machine by the default route.
-            host.run("ip", "route", "add", "default", "dev", "link0")
+            host.join()
         yield first, second
+
+
+@contextlib.contextmanager
+def ray_on(first: Host, second: Host) -> Iterator[None]:
+    """Start Ray on two hosts: its head is on the first, and the second has the resource `rows`; it ends with them.
+
+    Raises:
+      OSError: it does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="h-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        first.start_ray("--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={directory}")
+        second.join_ray(first)
+        try:
+            yield
+        finally:
+            first.kill()
+            second.kill()
 
 
 def _held(stack, address, begin):

@@ -208,6 +208,7 @@ def synthetic_clicks(
     epochs: int = 1,
     shuffle: bool = False,
     curved: float = 0.0,
+    exponent: float = 1.05,
 ) -> Data:
     """Build training batches of the synthetic click log, and disjoint ones for validation and test.
 
@@ -217,7 +218,8 @@ def synthetic_clicks(
       test_batch_size: batch size of both.
     """
     _check_steps(steps, batch_size)
-    clicks, epochs = SyntheticClicks(cardinalities, seed=seed, curved=curved), whole_number("epochs", epochs)
+    clicks = SyntheticClicks(cardinalities, exponent=exponent, seed=seed, curved=curved)
+    epochs = whole_number("epochs", epochs)
 
     def batches(epoch, first):
         order = np.random.default_rng([seed, _ORDER, epoch]).permutation(steps) if shuffle else range(steps)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
@@ -140,8 +139,7 @@ class LinkJob(NamedTuple):
     def ranks(self, state: TrainState, triples: np.ndarray) -> dict[str, float]:
         """Return filtered MRR and Hits@k of triples i32[n, 3], in both directions."""
         queries, relations = both_directions(triples, self.triples.relations), state.dense.params["relation"][0]
-        entities = jnp.asarray(self.entities(state))
-        ranks = filtered_ranks(self.model, entities, relations, queries, self.known.pairs, chunk=256)
+        ranks = filtered_ranks(self.model, self.entities(state), relations, queries, self.known.pairs, chunk=256)
         return ranking_metrics(ranks)
 
 

@@ -16,7 +16,7 @@ from jaxrec.files import Lock, local_path, make_directory, write_text
 from jaxrec.sharding import as_mesh
 from jaxrec.task import Task
 from jaxrec.types import RowOptimizer, ShardsLost
-from main.cli import refuse, rule_of_ray, say
+from main.cli import belongs, refuse, rule_of_ray, say
 from main.run_dir import Run, go_on_with
 
 HomeKind = Literal["device", "pinned", "host", "remote"] | None
@@ -118,6 +118,8 @@ class Servers(Devices):
     """Number of server processes."""
     ray_address: str | None = None
     """Address of a running Ray cluster, host:port or auto; by default Ray is started on this machine."""
+    server_resource: str | None = None
+    """Ray resource that the machines of the servers have, such as rows; by default Ray chooses them."""
     replaces: ClassVar[bool] = False
 
     @property
@@ -128,6 +130,9 @@ class Servers(Devices):
     def check(self) -> None:
         refuse(
             {
+                belongs("server_resource", self.server_resource, "--ray-address"): (
+                    self.server_resource is not None and self.ray_address is None
+                ),
                 f"--servers {self.servers} are more than the {self.shards} shards, of which each has one or more: give "
                 "fewer servers, or more --shards.": self.servers > self.shards,
                 **rule_of_ray(),  # last: a run that is refused anyway does not need Ray
@@ -145,7 +150,7 @@ class Servers(Devices):
         """Start the servers of a run, with initial rows."""
         return Supervisor(
             cluster, task.spec, task.row_optimizer, self.servers, directory=run.directory,
-            timeout_s=SERVER_TIMEOUT_S, client=run.id, spares=self.standby,
+            timeout_s=SERVER_TIMEOUT_S, client=run.id, resources=share_of(self.server_resource), spares=self.standby,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -193,6 +198,11 @@ def fits_devices(task: Task) -> bool:
     where = "on the devices" if fits else "pinned in host memory"
     say(f"rows {where}: they take {taken_gb:.3g} GB with their slots, and the devices have {memory_gb:.3g} GB")
     return fits
+
+
+def share_of(resource: str | None) -> dict[str, float] | None:
+    """Return what a server takes of a Ray resource: so little that a machine with 1 of it has room for a hundred."""
+    return {resource: 0.01} if resource else None
 
 
 def host_tables(spec: EmbeddingSpec, row_optimizer: RowOptimizer, directory: Path | None) -> HostTables:

@@ -83,6 +83,8 @@ class Synthetic(Source):
     """Embedding rows in all; the Criteo Kaggle cardinalities, cut."""
     curved: float = 0.0
     """Share of what decides a click that sums and products of two fields cannot express."""
+    exponent: float = 1.05
+    """Of the power law of the ids: the larger, the more rows neighbouring batches share; 0 is uniform."""
 
     def check(self) -> None:
         """Raise ValueError if there are too few rows."""
@@ -93,13 +95,13 @@ class Synthetic(Source):
         rows, steps, test_batches = SIZES[self.preset]
         return synthetic_clicks(
             scaled_cardinalities(self.rows or rows), self.batch_size or 2048, self.steps or steps, seed,
-            test_batches, epochs=self.epochs, shuffle=self.shuffle, curved=self.curved,
+            test_batches, epochs=self.epochs, shuffle=self.shuffle, curved=self.curved, exponent=self.exponent,
         )  # fmt: skip
 
     def open(self, seed: int) -> Data:
         """Return the log, with the metrics of its teacher."""
         data, teacher = self.for_training(seed), metrics.empty_evaluation()
-        clicks = SyntheticClicks(data.cardinalities, seed=seed, curved=self.curved)
+        clicks = SyntheticClicks(data.cardinalities, exponent=self.exponent, seed=seed, curved=self.curved)
         for batch in data.test():
             found = metrics.evaluate_batch(clicks.teacher_logit(batch), batch.label, batch.weight)
             teacher = metrics.merge(teacher, found)

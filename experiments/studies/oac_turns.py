@@ -1,6 +1,6 @@
 """Interleaved timing of pipeline modes over the same batches, for the links of oac_throughput.py.
 
-The link is emulated (`oac_work.py`), or real: table servers in other processes of this machine, started by Ray.
+The link is emulated (`oac_work.py`), or real: table servers in other processes, of this machine or others, on Ray.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from main.homes import with_initial_rows
 
-from jaxrec.cluster import Cluster, Supervisor
+from jaxrec.cluster import Supervisor
 from jaxrec.embedding import Tables
 from jaxrec.oac import Pipeline
 from jaxrec.types import TrainState
@@ -22,7 +22,6 @@ from studies.reference import Job, ratio
 from studies.turns import in_turns
 
 COMPARED = 12  # batches after which two runs must be bitwise equal
-TIMEOUT_S = 120.0
 
 
 class PipelineWay(NamedTuple):
@@ -99,13 +98,12 @@ def compare(times: Mapping[str, Any], ways: list[PipelineWay], batch_size: int) 
 
 
 def at_servers(
-    job: Job, number: int, window: int, servers: int, cluster: Cluster, opened: contextlib.ExitStack
+    job: Job, number: int, window: int, start: Callable[..., Supervisor], opened: contextlib.ExitStack
 ) -> Work:
-    """Create the workload with its rows at servers, which are closed with `opened`."""
+    """Create the workload with its rows at the servers of start(spec, row_optimizer), closed with `opened`."""
 
     def create(spec, row_optimizer) -> Tables:
-        started = Supervisor(cluster, spec, row_optimizer, servers, timeout_s=TIMEOUT_S)
-        return opened.enter_context(contextlib.closing(started)).tables
+        return opened.enter_context(contextlib.closing(start(spec, row_optimizer))).tables
 
     return Work(job, number, window, create)
 

@@ -182,11 +182,12 @@ def _cross_entropy(positive, negatives, batch, rows, group):
 
 def filtered_ranks(
     model: Model,
-    entities: jax.Array,
+    entities: np.ndarray,
     relations: jax.Array,
     queries: np.ndarray,
     known: Callable,
     chunk: int = 512,
+    block: int = 1 << 16,
 ) -> np.ndarray:
     """Rank the true tail of each query among all entities, leaving out its other known tails.
 
@@ -195,45 +196,89 @@ def filtered_ranks(
 
     Args:
       model: DISTMULT, COMPLEX, TRANSE or ROTATE.
-      entities: f32[N, E].
+      entities: f32[N, E], of which the device holds a block at a time.
       relations: f32[2 R, E], or f32[2 R, C] of ROTATE.
-      queries: i32[Q, 3]: head, relation, true tail; the two directions of a triple are two queries.
+      queries: i32[Q, 3]: head, relation, true tail; the two directions of a triple are two queries. The device holds
+        the vectors of all.
       known: (head i32[q], relation i32[q]) -> (query index i32[m], known tail i32[m]), such as
         `data.triples.KnownTails.pairs`.
-      chunk: number of queries scored at once, in f32[chunk, N].
+      chunk: number of queries scored at once, in f32[chunk, block].
+      block: number of entities scored at once.
 
     Returns:
       f64[Q], from 1 to N.
     """
-    queries = np.asarray(queries, np.int32)
-    chunks = [queries[start : start + chunk] for start in range(0, len(queries), chunk)]
-    filters = [known(part[:, 0], part[:, 1]) for part in chunks]
+    entities, queries = np.asarray(entities), np.asarray(queries, np.int32)
+    order = np.argsort(queries[:, 2], kind="stable")  # the tails of a chunk lie in few blocks
+    places = [order[start : start + chunk] for start in range(0, len(order), chunk)]
+    filters = [known(queries[place, 0], queries[place, 1]) for place in places]
     longest = max((len(query) for query, _ in filters), default=0)
-    ranks = []
-    for part, (query, tail) in zip(chunks, filters, strict=True):
-        padded = np.pad(part, ((0, chunk - len(part)), (0, 0)))
+    parts, none = [], np.zeros(chunk, np.int32)
+    for place, (query, tail) in zip(places, filters, strict=True):
+        head, relation, true = queries[np.pad(place, (0, chunk - len(place)), "edge")].T
         rest = 0, longest - len(query)
-        query, tail = np.pad(query, rest, constant_values=chunk), np.pad(tail, rest)
-        ranks.append(_ranks_of_chunk(model, entities, relations, padded, query, tail)[: len(part)])
-    return np.concatenate([np.zeros(0), *(np.asarray(rank, np.float64) for rank in ranks)])
+        pairs = np.pad(query, rest, constant_values=chunk), np.pad(tail, rest)
+        vectors = model.query(jnp.asarray(entities[head]), relations[relation])
+        parts.append(_Part(vectors, *map(jnp.asarray, (true, *pairs))))
+    counts = [(np.full(chunk, np.nan, np.float32), none, none)] * len(parts)
+    # First the blocks that have the tails of a chunk, to read their scores there: those of another product of the same
+    # vectors may differ in the last bit, and break ties.
+    for first_pass in (True, False):
+        for first in range(0, len(entities), block):
+            here = [(first <= tails) & (tails < first + block) for tails in (queries[place, 2] for place in places)]
+            wanted = [index for index, one in enumerate(here) if (one.any() if first_pass else not one.all())]
+            if not wanted:
+                continue
+            some = entities[first : first + block]
+            rows = jnp.asarray(np.pad(some, ((0, min(block, len(entities)) - len(some)), (0, 0))))
+            for index in wanted:
+                counts[index] = _compared(model, first_pass, parts[index], *counts[index], rows, first, len(entities))
+    ranks = np.zeros(len(queries))
+    for place, (_, higher, equal) in zip(places, counts, strict=True):
+        ranks[place] = (1 + np.asarray(higher) + np.asarray(equal) / 2)[: len(place)]
+    return ranks
+
+
+class _Part(NamedTuple):
+    """Queries that are ranked together."""
+
+    query: jax.Array  # f32[q, E]
+    tail: jax.Array  # i32[q]
+    known_query: jax.Array  # i32[m], q for padding
+    known_tail: jax.Array  # i32[m]
 
 
 @jax.jit(static_argnums=0)
-def _ranks_of_chunk(model, entities, relations, queries, query, known):
-    """Rank queries i32[q, 3], f32[q]; tail `known` i32[m] is known for query `query` i32[m], which is q for padding."""
-    head, relation, tail = queries.T
-    scores = score(model, entities[head], relations[relation], entities)
-    own = jnp.take_along_axis(scores, tail[:, None], axis=1)  # f32[q, 1]
+def _compared(model, first_pass, part, own, higher, equal, rows, first, entities):
+    """Compare queries with rows f32[K, E] of the entities from `first` on.
+
+    Args:
+      first_pass: bool[], whether to read the scores of the tails that are among the rows, and to count for their
+        queries alone; else the others are counted.
+      own, higher, equal: f32[q], i32[q], i32[q]: score of each tail, and counts so far.
+
+    Returns:
+      The new own, higher and equal.
+    """
+    scores, number, place = model.near_all(part.query, rows), len(part.query), part.tail - first
+    here = (0 <= place) & (place < len(rows))
+    of_tail = jnp.take_along_axis(scores, jnp.clip(place, 0, len(rows) - 1)[:, None], axis=1)
+    own = jnp.where(here & first_pass, of_tail[:, 0], own)
+    ids, at = first + jnp.arange(len(rows))[None], jnp.minimum(part.known_query, number - 1)
+    others = (ids < entities) & (ids != part.tail[:, None])
+    place = part.known_tail - first
+    known = (0 <= place) & (place < len(rows)) & (part.known_tail != part.tail[at])
+    place = jnp.clip(place, 0, len(rows) - 1)
 
     def count(compare):
-        at = jnp.minimum(query, len(queries) - 1)
-        filtered = compare(scores[at, known], own[at, 0]) & (known != tail[at])
-        filtered = jax.ops.segment_sum(filtered.astype(jnp.int32), query, len(queries))
-        return jnp.sum(compare(scores, own), axis=1, dtype=jnp.int32) - filtered
+        left_out = (compare(scores[at, place], own[at]) & known).astype(jnp.int32)
+        left_out = jax.ops.segment_sum(left_out, part.known_query, number)
+        found = jnp.sum(compare(scores, own[:, None]) & others, axis=1, dtype=jnp.int32) - left_out
+        return jnp.where(here == first_pass, found, 0)
 
-    higher = count(lambda scores, own: ~(scores <= own))
-    equal = count(lambda scores, own: scores == own) - 1  # the tail itself is not a tie
-    return 1 + higher + jnp.maximum(equal, 0) / 2
+    higher += count(lambda scores, own: ~(scores <= own))
+    equal += count(lambda scores, own: scores == own)
+    return own, higher, equal
 
 
 def ranking_metrics(ranks: np.ndarray) -> dict[str, float]:

@@ -37,6 +37,12 @@ refused(
         "--server-cores 512 must leave a core of ": lambda _: oac_throughput.check(
             oac_throughput.Config(link="remote", server_cores=512)
         ),
+        "--server-cores is for servers of this machine: leave out --ray-address": lambda _: oac_throughput.check(
+            oac_throughput.Config(link="remote", server_cores=1, ray_address="auto")
+        ),
+        "--server-resource rows is for --ray-address: add that": lambda _: oac_throughput.check(
+            oac_throughput.Config(link="remote", server_resource="rows")
+        ),
     }
 )
 

@@ -55,6 +55,8 @@ REFUSED = {
     "--tables remote --table-directory d": "--table-directory d is for --tables host",
     # Servers.
     "--servers 2": "--servers 2 is for --tables remote: add that",
+    "--server-resource rows": "--server-resource rows is for --tables remote: add that",
+    "--tables remote --server-resource rows": "--server-resource rows is for --ray-address: add that",
     "--tables remote --spares 1": "--spares 1 is for --tables remote with --cpr",
     "--tables remote --servers 9": "--servers 9 are more than the 8 shards",
     # OAC.
