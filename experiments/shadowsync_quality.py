@@ -97,9 +97,10 @@ def arms_of(*periods: int) -> tuple[str, ...]:
     """All arms: every rule in both forms, the foreground ones with each of these periods k.
 
     fr_RULE_k: in the foreground every k steps of a trainer; s_RULE: a shadow whose rounds take --shadow-steps steps,
-    back to back. Forms: `lerp` moves to the mean from the current weights, and discards half of what was learned during
-    the round; `delta` adds half of the step from where the round began, and keeps it; in the foreground they are the
-    same. EASGD is `symmetric` where the difference is taken where the round began, `sequential` on live weights.
+    back to back; s_RULE_k: k steps. Forms: `lerp` moves to the mean from the current weights, and discards half of what
+    was learned during the round; `delta` adds half of the step from where the round began, and keeps it; in the
+    foreground they are the same. EASGD is `symmetric` where the difference is taken where the round began, `sequential`
+    on live weights.
     """
     # The forms of the other rules differ only in a shadow.
     in_foreground = ("easgd-symmetric", "easgd-sequential", "ma", "bmuf")
@@ -132,13 +133,16 @@ def script_of(arm: str, config: Config) -> Script | str | None:
     rule, _, form = name.partition("-")
     k = int(period[0]) if len(period) == 1 and period[0].isdigit() else 0
     known = rule in FORMS and form in ("", *FORMS[rule])
-    if not known or not ((kind == "s" and not period) or (kind == "fr" and k > 0)):
+    if not known or not ((kind == "s" and not period) or (kind in ("s", "fr") and k > 0)):
         names = ", ".join(f"{rule}[-{'|'.join(forms)}]" for rule, forms in FORMS.items())
-        raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE or fr_RULE_k, RULE one of {names}.")
+        raise ValueError(f"arm {arm!r} must be none, all_reduce, s_RULE, s_RULE_k or fr_RULE_k, RULE one of {names}.")
     with_momentum = functools.partial(bmuf, momentum=config.block_momentum)
     rules: dict[str, Callable[..., Rule]] = {"easgd": easgd, "ma": model_averaging, "bmuf": with_momentum}
     made = rules[rule](form=form) if form else rules[rule]()
-    return Script(made, config.shadow_steps, config.shadow_steps) if kind == "s" else Script(made, k)
+    if kind == "fr":
+        return Script(made, k)
+    gap = k or config.shadow_steps
+    return Script(made, gap, gap)
 
 
 def make_quality_data(config: Config, size: Size) -> Callable[[int], Data]:
@@ -369,6 +373,9 @@ def check(config: Config, size: Size) -> None:
         "--data synthetic": (not criteo, ("rows",)),
     }) | {
         "--data criteo needs --path: directories made by prepare.py.": criteo and not config.path,
+        "rounds of a given gap, as of s_ma_5, are emulated: --where processes measures the gap.": (
+            processes and any(re.fullmatch(r"s_.*_\d+", arm) for arm in size.arms)
+        ),
         "the arm all_reduce waits in every step: --where processes has arms that run freely.": (
             processes and "all_reduce" in size.arms
         ),

@@ -422,8 +422,10 @@ def test_shadowsync_quality_plays_every_rule_in_both_forms():
             "model_averaging" if rule == "ma" else rule
         )
         assert script.every_ticks == script.latency_ticks == config.shadow_steps
+    script = shadowsync_quality.script_of("s_ma-delta_12", config)
+    assert script.every_ticks == script.latency_ticks == 12
     assert dict(shadowsync_quality.script_of("fr_bmuf_30", config).rule.settings)["momentum"] == config.block_momentum
-    for wrong in ("s_ma_5", "fr_ma", "fr_ma_0", "s_ma-sequential", "x_ma", "s_", "fr_ma_5_5", "fr_ma_-5"):
+    for wrong in ("s_ma_0", "fr_ma", "fr_ma_0", "s_ma-sequential", "x_ma", "s_", "fr_ma_5_5", "fr_ma_-5"):
         with pytest.raises(ValueError, match="must be none, all_reduce"):
             shadowsync_quality.script_of(wrong, config)
 

@@ -82,6 +82,7 @@ for words, flags in {
     "--path x is for --data criteo": {"path": Path("x")},
     "--rows 9 is for --data synthetic": {"rows": 9, "data": "criteo"},
     "the arm all_reduce waits in every step": {"arms": ("all_reduce",), "where": "processes"},
+    "rounds of a given gap, as of s_ma_5, are emulated": {"arms": ("s_ma-delta_1",), "where": "processes"},
 }.items():
 
     @situation(f"quality of trainers with {flags}", ValueError, words)
