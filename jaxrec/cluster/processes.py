@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrec.cluster.runtime import import_ray
+from jaxrec.cluster.runtime import INLINE_BETWEEN_MACHINES, import_ray
 from jaxrec.embedding.servers import ServerGone
 
 START_TIMEOUT_S = 120.0  # for a process to start and answer for the first time
@@ -27,7 +27,6 @@ _ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,  # an actor that reserves cores waits for ever where there are none left
     "max_restarts": 0,
     "concurrency_groups": {"lifetime": 1},
-    "runtime_env": {"env_vars": VARIABLES},
 }
 _LONGEST_REASON = 300  # characters of an error message of Ray
 
@@ -152,7 +151,9 @@ class RayProcess(Process):
     def __init__(
         self, kind: type, name: str, args: Sequence = (), threads: int = 4, resources: dict[str, float] | None = None
     ):
+        inline = {name: os.environ[name] for name in INLINE_BETWEEN_MACHINES if name in os.environ}
         options = _ACTOR_OPTIONS | {"max_concurrency": threads, "resources": resources or {}}
+        options["runtime_env"] = {"env_vars": VARIABLES | inline}
         actor = import_ray().remote(**options)(_with_lifetime(kind)).remote(*args)
         self._lifetime = actor.lifetime.options(concurrency_group="lifetime").remote()
         super().__init__(name, Handle(actor, name))
