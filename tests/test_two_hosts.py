@@ -87,5 +87,5 @@ def test_a_short_cut_of_the_link_keeps_the_bits_and_so_does_a_slow_one(hosts, tm
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
     assert found["mbit_1000_bitwise_equal_remote"] and not found["mbit_1000_bitwise_equal_async_remote"]
+    assert found["no_cut_train_seconds"] < 200  # 20 s; through Ray's object store more than 700
     assert found["cut_2_s_same_bits"] and found["cut_2_s_cut_s"] > 2 and found["cut_2_s_shards_failed"] == 0
-    assert found["cut_2_s_seconds_longer"] > 1
