@@ -18,6 +18,7 @@ from cluster_overhead import (
     predicted,
     recoveries_of,
     summary,
+    trial_of,
 )
 from cluster_work import Kill, with_sizes
 from hypothesis import given
@@ -29,23 +30,26 @@ SOAK = Path(__file__).parent / "soak"
 
 @given(
     plain=st.lists(st.floats(0.01, 0.03), min_size=5, max_size=30), saved=st.lists(st.floats(0.1, 1), max_size=5),
-    waits=st.lists(st.floats(0.5, 5), max_size=3), back=st.integers(0, 4), data=st.data(),
+    tracked=st.lists(st.floats(0.1, 1), max_size=5), waits=st.lists(st.floats(0.5, 5), max_size=3),
+    back=st.integers(0, 4), data=st.data(),
 )  # fmt: skip
-def test_the_parts_of_an_arm_add_up_to_its_time_wherever_saves_and_failures_fall(plain, saved, waits, back, data):
-    kinds = data.draw(st.permutations(["plain"] * len(plain) + ["save"] * len(saved) + ["wait"] * len(waits)))
-    left = {"plain": [*plain], "save": [*saved], "wait": [*waits]}
-    at, step, times, saves, recoveries = 0.0, 10, [(0.0, 10)], [], []
+def test_the_parts_of_an_arm_add_up_to_its_time_wherever_its_parts_fall(plain, saved, tracked, waits, back, data):
+    left = {"plain": [*plain], "save": [*saved], "track": [*tracked], "wait": [*waits]}
+    kinds = data.draw(st.permutations([kind for kind, each in left.items() for _ in each]))
+    at, step, times = 0.0, 10, [(0.0, 10)]
+    spans: dict[str, list] = {"save": [], "track": [], "wait": []}
     for kind in kinds:
         took = left[kind].pop()
         if kind != "plain":  # strictly between two steps
-            (saves if kind == "save" else recoveries).append((at + took / 4, at + took / 2))
+            spans[kind].append((at + took / 4, at + took / 2))
         at, step = at + took, step + 1 - (back if kind == "wait" else 0)
         times.append((at, step))
-    found = accounted(times, saves, recoveries)
+    found = accounted(times, *spans.values())
     assert found["step_s"] == pytest.approx(np.mean(plain))
     assert found["useful_s"] == pytest.approx(np.mean(plain) * (step - 10))
     assert found["saving_s"] == pytest.approx(sum(saved) - len(saved) * np.mean(plain))
-    assert found["useful_s"] + found["saving_s"] + found["recovering_s"] == pytest.approx(at)
+    assert found["tracking_s"] == pytest.approx(sum(tracked) - len(tracked) * np.mean(plain))
+    assert sum(found[f"{part}_s"] for part in ("useful", "saving", "tracking", "recovering")) == pytest.approx(at)
 
 
 def test_a_recovery_lasts_until_the_job_is_back_and_one_beside_a_save_is_a_recovery():
@@ -53,8 +57,10 @@ def test_a_recovery_lasts_until_the_job_is_back_and_one_beside_a_save_is_a_recov
     assert recoveries_of([kill], full=False, settling_s=2.0) == [(1.0, 4.0)]
     assert recoveries_of([kill], full=False, settling_s=5.0) == [(1.0, 6.0)]
     assert recoveries_of([kill], full=True, settling_s=5.0) == [(1.0, 9.0)]
-    found = accounted([(0.0, 1), (1.0, 2), (4.0, 3), (5.0, 4)], saves=[(1.5, 2.0)], recoveries=[(3.0, 3.5)])
-    assert found["saving_s"] == 0 and found["recovering_s"] == 2
+    times = [(0.0, 1), (1.0, 2), (4.0, 3), (5.0, 4), (7.0, 5)]
+    both = [(1.5, 2.0), (6.0, 6.5)]
+    found = accounted(times, both[1:], tracking=both, recoveries=[(3.0, 3.5)])
+    assert (found["saving_s"], found["tracking_s"], found["recovering_s"]) == (1, 0, 2)
 
 
 def test_kills_come_at_a_constant_rate_and_follow_from_the_seed():
@@ -96,9 +102,18 @@ def test_equations_choose_the_intervals_and_predict_the_overheads_from_the_costs
     assert predicted(config, mfu, "mfu", [])["overhead_percent"] == pytest.approx(100 * 8 / (32 * 60))
 
 
+def test_the_trial_of_an_arm_that_saves_parts_holds_one_save_of_the_size_of_those_of_the_job_and_then_a_kill():
+    config = with_sizes(Config(minutes=60.0, mtbf_minutes=20.0, trial_steps=100), SIZES)
+    assert trial_of(config, "vanilla", 0.05) == (100, 25, 60, 4)
+    every = 2 * 0.1 * 8 * 20 * 60 / 0.05
+    assert trial_of(config, "mfu", 0.05) == (int(1.3 * every / 8), every, int(1.2 * every / 8), 1 / 8)
+    trial = trial_of(with_sizes(Config(mtbf_minutes=0.01, trial_steps=100), SIZES), "ssu", 0.05)  # T_save: 19.2 steps
+    assert (trial.steps, trial.kill, trial.intervals) == (100, 50, 41 / 8)  # 100 / 2.4
+
+
 def test_seeds_are_summed_up_with_the_ratio_of_full_recovery_to_each():
     kinds = ("", "predicted_", "afterwards_")
-    parts = ("saving", "noticing", "starting", "restoring", "resuming", "repeating")
+    parts = ("saving", "tracking", "noticing", "starting", "restoring", "resuming", "repeating")
     arm = lambda overhead, auc: {
         **{f"{part}_percent": 1.0 for part in parts}, **{f"{kind}pls": 0.1 for kind in kinds},
         **{f"{kind}overhead_percent": overhead + len(kind) for kind in kinds}, "predicted_expected_pls": 0.1,
@@ -131,7 +146,7 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags,
 @pytest.mark.xdist_group("ray")
 def test_both_arms_are_killed_and_a_resumed_run_keeps_what_has_ended(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    flags = "--preset smoke --minutes 0.1 --mtbf-minutes 0.04 --arms full mfu".split()
+    flags = "--preset smoke --minutes 0.2 --mtbf-minutes 0.08 --target-pls 0.3 --arms full mfu".split()
     command = [sys.executable, SOAK / "cluster_overhead.py", *flags, "--workdir", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ from jaxrec.checkpoint import (
     write_image,
 )
 from jaxrec.cluster.pool import ServedTables
-from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu
+from jaxrec.cpr import Recovery, mfu, random_rows, round_robin, scar, ssu, tracking
 from jaxrec.cpr.tracking import RowTracker
 from jaxrec.embedding import HostTables, RemoteTables, adagrad, embedding_matrix, plan
 from jaxrec.embedding.servers import ShardServer, Superseded, deal
@@ -582,15 +582,20 @@ def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
     assert set(asked) == {"track"} and len(asked) == 8
 
 
-def test_batches_are_tracked_many_in_a_message():
-    asked = []
+def test_batches_are_tracked_many_in_a_message(monkeypatch):
+    asked, plans = [], [plan(SPEC, batch_at(step).ids) for step in range(1, 33)]
+    rows = [sum(one.unique.size for one in of.values()) for of in plans]
+    monkeypatch.setattr(tracking, "_ROWS_PER_MESSAGE", sum(rows[:16]))
     with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(server) or "") as fleet:
         tracker = RowTracker(SPEC, mfu(), 0.5, {})
         tracker.begin(fleet.tables, {})
         asked.clear()
-        for step in range(1, 33):
-            tracker.mark_trained(step, plan(SPEC, batch_at(step).ids))
-        assert sorted(asked) == [0, 0, 1, 1]
+        for step, of in enumerate(plans[:15], 1):
+            tracker.mark_trained(step, of)
+        assert not asked
+        for step, of in enumerate(plans[15:], 16):
+            tracker.mark_trained(step, of)
+        assert sorted(asked) == [0, 0, 1, 1] and len(set(rows)) == 1
         tracker.close()
 
 

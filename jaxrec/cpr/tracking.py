@@ -23,7 +23,7 @@ from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
 
 Values = Callable[[str], Any]  # stack -> its rows, in the form that `Priority` takes
-_BATCHES_PER_MESSAGE = 16
+_ROWS_PER_MESSAGE = 1 << 20  # padded rows of the batches reported to servers at once, 8 MB with their accesses
 
 
 class Trackers:
@@ -278,7 +278,7 @@ class RowTracker:
     ):
         self.spec, self.scheme, self.fraction, self.whole = spec, scheme, fraction, whole
         self.trackers: Any = None  # set by `begin`: `Trackers` or `ServerTrackers`
-        self._batches_per_call = 1
+        self._rows_per_call = 0
         self._untracked: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet, in the order of steps
         self._lock = threading.Lock()
         self._picker = ThreadPoolExecutor(1, "pick")
@@ -293,10 +293,10 @@ class RowTracker:
         """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
         budgets = {name: self.budget(name) for name in self.spec.stacks}
         if isinstance(remote := tables.hosted, RemoteTables):
-            self._batches_per_call = _BATCHES_PER_MESSAGE
+            self._rows_per_call = _ROWS_PER_MESSAGE
             self.trackers = ServerTrackers(self.scheme, remote, budgets, known)
         else:
-            self._batches_per_call = 1
+            self._rows_per_call = 0
             self.trackers = Trackers(self.scheme, _values(tables), budgets, known)
 
     def remember(self) -> dict[str, Any]:
@@ -314,8 +314,9 @@ class RowTracker:
         with self._lock:
             # The lock guards only this list; trackers are used by one thread at a time.
             self._untracked.append((step, plans))
+            rows = sum(plan.unique.size for _, waiting in self._untracked for plan in waiting.values())
         # See the class: batches wait for picks and snapshots.
-        if not self._picks and self._snapshot_done.is_set() and len(self._untracked) >= self._batches_per_call:
+        if not self._picks and self._snapshot_done.is_set() and rows >= self._rows_per_call:
             self.track_until(step)
 
     def track_until(self, step: int) -> None:

@@ -13,7 +13,8 @@ and PLS for the kills that were drawn, which is logged before the arms begin. **
 Each arm has a clock of its own: what a step takes far from saves and kills, in the mean. Its overhead is what it takes
 beyond that for each step of the job, so that arms hours apart can be compared. Full recovery and vanilla save whole
 images; MFU and SSU save what they pick, in parts, while training goes on, so that their saves cost less for that reason
-too. The few steps of a trial touch fewer rows than those of a job: predicted saves of MFU and SSU are too cheap.
+too. Their trial lasts as long as it takes to their first save, so that it holds as many rows as those of the job. That
+they track rows is measured as well, but is not in the equations.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import numpy as np
-from cluster_work import ClusterJob, Kill, Killer, with_sizes
+from cluster_work import FRACTION, ClusterJob, Kill, Killer, with_sizes
 from main.cli import Flags, Run, command_line, grid, paired_interval, refuse, rule_of_ray
 from studies.recovery_overheads import PARTS
 
@@ -42,7 +43,7 @@ from jaxrec.cpr.tracking import RowTracker
 
 Span = tuple[float, float]  # seconds of `time.monotonic`
 WARM_UP = 40  # steps before the clock of an arm starts, by which an arm is longer, for its last save
-AFTER_SAVE_S = 0.3  # in which steps catch up
+CATCHING_UP_S = 0.3  # after saves and tracking, of steps that had to wait
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"rows": 20_000, "minutes": 0.5, "mtbf_minutes": 0.2, "batch_size": 256, "trial_steps": 160},
     "default": {"rows": 59_000_000, "minutes": 30.0, "mtbf_minutes": 10.0, "batch_size": 2048, "trial_steps": 1200},
@@ -63,7 +64,7 @@ class Config(Flags):
     """Mean useful time between failures of the job."""
     batch_size: int | None = None
     trial_steps: int | None = None
-    """Steps in which the costs of an arm are measured: some saves and one kill."""
+    """Steps in which the costs of full recovery and vanilla are measured: four saves and one kill."""
     servers: int = 8
     spares: int = 1
     """Standby processes, in which a successor begins without waiting for a start."""
@@ -86,46 +87,48 @@ def check(config: Config) -> None:
 
 
 @contextlib.contextmanager
-def timed_saves() -> Iterator[list[Span]]:
-    """Yield a list of the times of tracking, picks, copies and writes for saves, filled in the block."""
-    spans: list[Span] = []
+def timed() -> Iterator[tuple[list[Span], list[Span]]]:
+    """Yield lists of the times of saves (picks, copies and writes) and of tracking, filled in the block."""
+    saves, tracking = list[Span](), list[Span]()
 
-    def timed(method, after):
+    def noted(method, spans):
         def call(*args):
             start = time.monotonic()
             try:
                 return method(*args)
             finally:
-                spans.append((start, time.monotonic() + after))
+                spans.append((start, time.monotonic() + CATCHING_UP_S))
 
         return call
 
     with contextlib.ExitStack() as patched:
-        for owner, name, after in (
-            (RowTracker, "track_until", 0.0), (RowTracker, "pick", AFTER_SAVE_S),
-            (Saves, "save_snapshot", AFTER_SAVE_S), (BackgroundSaver, "_do", AFTER_SAVE_S),
+        for owner, name, spans in (
+            (RowTracker, "pick", saves), (Saves, "save_snapshot", saves), (BackgroundSaver, "_do", saves),
+            (RowTracker, "track_until", tracking),
         ):  # fmt: skip
-            patched.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name), after)))
-        yield spans
+            patched.enter_context(mock.patch.object(owner, name, noted(getattr(owner, name), spans)))
+        yield saves, tracking
 
 
 def accounted(
-    times: Sequence[tuple[float, int]], saves: Sequence[Span], recoveries: Sequence[Span]
+    times: Sequence[tuple[float, int]], saves: Sequence[Span], tracking: Sequence[Span], recoveries: Sequence[Span]
 ) -> dict[str, float]:
-    """Split the time of an arm into useful work, saves and recoveries.
+    """Split the time of an arm into useful work, saves, tracking and recoveries.
 
     Args:
       times: (seconds, step) of every committed step; steps fall where full recovery goes back.
-      saves: spans of tracking, picks, copies and writes.
+      saves: spans of picks, copies and writes.
+      tracking: spans in which batches were tracked.
       recoveries: spans from a kill until the job is back where it was, or later.
 
     Returns:
       step_s, the mean seconds of a step outside all spans; useful_s, that for each new step; saving_s, what steps
-      beside a save took beyond it; recovering_s, the rest beyond useful_s.
+      beside a save took beyond it; tracking_s, what those took that only batches were tracked beside; recovering_s, the
+      rest beyond useful_s.
 
-    >>> times = [(0.0, 1), (1.0, 2), (2.0, 3), (5.0, 4), (6.0, 5), (9.0, 4), (10.0, 5), (11.0, 6)]
-    >>> accounted(times, saves=[(2.5, 4.0)], recoveries=[(6.5, 9.5)])
-    {'step_s': 1.0, 'useful_s': 5.0, 'saving_s': 2.0, 'recovering_s': 4.0}
+    >>> times = [(0.0, 1), (1.0, 2), (2.0, 3), (5.0, 4), (6.0, 5), (9.0, 4), (10.0, 5), (11.5, 6)]
+    >>> accounted(times, saves=[(2.5, 4.0)], tracking=[(10.2, 10.4)], recoveries=[(6.5, 9.5)])
+    {'step_s': 1.0, 'useful_s': 5.0, 'saving_s': 2.0, 'tracking_s': 0.5, 'recovering_s': 4.0}
     """
     at = np.array([seconds for seconds, _ in times])
     took = np.diff(at)
@@ -138,12 +141,15 @@ def accounted(
 
     recovering = meets(recoveries)
     saving = meets(saves) & ~recovering
-    step_s = float(took[~recovering & ~saving].mean())
+    tracked = meets(tracking) & ~recovering & ~saving
+    if not (plain := ~recovering & ~saving & ~tracked).any():
+        raise ValueError(f"all {len(took)} steps lie beside saves or failures: give more --minutes or --mtbf-minutes.")
+    step_s = float(took[plain].mean())
     useful_s = step_s * (times[-1][1] - times[0][1])
-    saving_s = float((took[saving] - step_s).sum())
+    saving_s, tracking_s = (float((took[beside] - step_s).sum()) for beside in (saving, tracked))
     return {
-        "step_s": step_s, "useful_s": useful_s, "saving_s": saving_s,
-        "recovering_s": float(took.sum()) - useful_s - saving_s,
+        "step_s": step_s, "useful_s": useful_s, "saving_s": saving_s, "tracking_s": tracking_s,
+        "recovering_s": float(took.sum()) - useful_s - saving_s - tracking_s,
     }  # fmt: skip
 
 
@@ -153,13 +159,16 @@ def recoveries_of(kills: Sequence[Kill], full: bool, settling_s: float) -> list[
     return [(kill.killed, max(at, kill.killed + settling_s)) for kill, at in zip(kills, back, strict=True)]
 
 
-def figures_of(row: Mapping[str, Any], killer: Killer, saves: Sequence[Span], settling_s: float) -> dict[str, Any]:
+def figures_of(
+    row: Mapping[str, Any], killer: Killer, saves: Sequence[Span], tracking: Sequence[Span], settling_s: float
+) -> dict[str, Any]:
     """Return the figures of an arm, with its overhead and the parts of it in percent of its useful time."""
     recoveries = recoveries_of(killer.kills, row["arm"] == "full", settling_s)
-    found = accounted(killer.times[WARM_UP:], saves, recoveries)
+    found = accounted(killer.times[WARM_UP:], saves, tracking, recoveries)
     seconds_of = [kill.seconds() for kill in killer.kills]
     parts = {part: sum(one[part] for one in seconds_of) for part in PARTS}
-    percent = {"overhead": found["saving_s"] + found["recovering_s"], "saving": found["saving_s"]} | parts
+    percent = {part: found[f"{part}_s"] for part in ("saving", "tracking")} | parts
+    percent["overhead"] = found["saving_s"] + found["tracking_s"] + found["recovering_s"]
     return {
         **{f"{name}_percent": 100 * seconds / found["useful_s"] for name, seconds in percent.items()},
         "useful_s": found["useful_s"], "step_ms": 1000 * found["step_s"],
@@ -179,9 +188,30 @@ def costs_of(config: Config, figures: Mapping[str, Any], intervals: float) -> sc
     )  # fmt: skip
 
 
-def intervals_of_trial(arm: str) -> int:
-    """Return the number of intervals T_save of a trial; a scheme saves parts of the rows eight times in its one."""
-    return 4 if arm in ("full", "vanilla") else 1
+def part_saved(arm: str) -> float:
+    """Return r: an arm saves at most so much of the rows, and 1 / r times in an interval T_save."""
+    return 1.0 if arm in ("full", "vanilla") else FRACTION
+
+
+class Trial(NamedTuple):
+    """A job in which the costs of an arm are measured."""
+
+    steps: int
+    every: float  # T_save in steps
+    kill: int  # step of its kill
+    intervals: float  # how many T_save its saves stand for
+
+
+def trial_of(config: Config, arm: str, step_s: float) -> Trial:
+    """Return the trial of an arm; one that saves parts is told the seconds of a step."""
+    steps, part = config.trial_steps or 0, part_saved(arm)
+    if part == 1:
+        return Trial(steps, steps / 4, int(0.6 * steps), 4)
+    # Its costs do not matter here.
+    minutes = schedule.Costs(1, 1, 1, config.mtbf_minutes or 0, config.minutes or 0, config.servers)
+    every = min(schedule.partial_interval(minutes, config.target_pls), minutes.total_hours) * 60 / step_s
+    steps = max(steps, int(1.3 * part * every))  # kills behind the first save
+    return Trial(steps, every, max(steps // 2, int(1.2 * part * every)), steps // (part * every) * part)
 
 
 def predicted(config: Config, costs: schedule.Costs, arm: str, kills: Sequence[float]) -> dict[str, float]:
@@ -228,24 +258,26 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
         return ClusterJob(*sizes, float(steps), config.servers, seed, config.spares)
 
     def train(arm, steps, every, plan):
-        with timed_saves() as saves:
+        with timed() as (saves, tracking):
             row, killer, _ = job(steps).run(arm, plan, cluster, run.directory, every, compare=False)
         if len(killer.servers.deaths) != len(killer.kills):
             raise RuntimeError(f"{arm}: servers died that were not killed, {killer.servers.deaths}.")
         settling_s = 3 * (config.mtbf_minutes or 0)  # a twentieth
-        return figures_of(row, killer, saves, settling_s)
+        return figures_of(row, killer, saves, tracking, settling_s)
 
     trials, laws, results = (dict[str, dict[str, Any]]() for _ in range(3))
-    arms, trial_steps = list[str](config.arms), config.trial_steps or 0
-    for arm in arms:
-        every, plan = trial_steps / intervals_of_trial(arm), {int(0.6 * trial_steps): seed % config.servers}
-        trials[arm] = logged(run, seed, "trial", arm, functools.partial(train, arm, trial_steps, every, plan))
-    step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
+    arms, step_s, intervals = list[str](config.arms), 0.0, dict[str, float]()
+    for arm in sorted(arms, key=part_saved, reverse=True):
+        trial = trial_of(config, arm, step_s)
+        intervals[arm], plan = trial.intervals, {trial.kill: seed % config.servers}
+        one = functools.partial(train, arm, trial.steps, trial.every, plan)
+        trials[arm] = logged(run, seed, "trial", arm, one)
+        step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
     steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
     plan = kills_of(seed, steps, mtbf_steps, config.servers)
     shares = [step / steps for step in plan]
-    for arm, trial in trials.items():
-        costs = costs_of(config, trial, intervals_of_trial(arm))
+    for arm in arms:
+        costs = costs_of(config, trials[arm], intervals[arm])
         laws[arm] = logged(run, seed, "predicted", arm, functools.partial(predicted, config, costs, arm, shares))
     for arm in arms:
         every = laws[arm]["save_every_minutes"] * 60 / step_s
@@ -272,7 +304,8 @@ def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> 
 
     kinds = ("", "predicted_", "afterwards_")
     keys = [f"{kind}{key}" for key in ("overhead_percent", "pls") for kind in kinds]
-    keys += [f"{kind}save_every_minutes" for kind in kinds[1:]] + [f"{part}_percent" for part in ("saving", *PARTS)]
+    keys += [f"{kind}save_every_minutes" for kind in kinds[1:]]
+    keys += [f"{part}_percent" for part in ("saving", "tracking", *PARTS)]
     for arm in config.arms:
         each = [row[arm] for row in rows]
         for key in (*keys, "step_ms", "predicted_expected_pls"):
@@ -292,7 +325,7 @@ def table(config: Config, results: Mapping[str, Any]) -> str:
     """Format the overhead of each arm, its parts, and the predictions."""
     columns = {"overhead, %": "{}_overhead_percent", "predicted, %": "{}_predicted_overhead_percent",
                "from its own costs, %": "{}_afterwards_overhead_percent"}  # fmt: skip
-    columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in ("saving", *PARTS)}
+    columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in ("saving", "tracking", *PARTS)}
     columns |= {"saved every, min": "{}_predicted_save_every_minutes", "kills": "{}_kills", "PLS": "{}_pls",
                 "predicted PLS": "{}_predicted_pls", "AUC lost": "auc_lost_{}", "full over it": "full_over_{}",
                 "s to the next step": "{}_seconds_to_next_step", "step, ms": "{}_step_ms"}  # fmt: skip
