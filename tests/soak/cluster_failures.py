@@ -9,9 +9,9 @@ DLRM with OAC over server processes of this machine, which are killed by `os.kil
 arm but `none`; all arms save at the same steps. **All costs are measured, on one machine.** `equal_to_serial`: a
 partial arm has the bits of `Serial` that loses the same shards at the same steps; full recovery has those of `none`.
 `seconds_kill_to_next_step` is a median over the partial arms, an overhead the time of an arm over that of `none`, minus
-1; comparing the rows of survivors is excluded. `*_modelled`: equations (1) to (6) of jaxrec/cpr/schedule.py with these
-costs. With --kill, processes of those kinds die in turn; `KIND_seconds_until_all_step`: until every trainer with work
-left has made another step. Result: experiments/results/two_cores_cpu/cluster_failures*.json.
+1; comparing the rows of survivors is excluded. (cluster_overhead.py saves at the intervals that equations give.) With
+--kill, processes of those kinds die in turn; `KIND_seconds_until_all_step`: until every trainer with work left has made
+another step. Result: experiments/results/two_cores_cpu/cluster_failures*.json.
 """
 
 import dataclasses
@@ -39,7 +39,6 @@ from studies.recovery_overheads import ARMS, PARTS, draw_overheads
 
 from jaxrec.cluster import Cluster
 from jaxrec.cluster.trainers import TrainerWork
-from jaxrec.cpr import schedule
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.embedding import rowwise_adagrad
 from jaxrec.loop import evaluate
@@ -79,8 +78,6 @@ class Config(Flags):
     """Take gaps and servers from InfiniteHBD's fault trace (.json) or LANL's records (.csv), compressed or not."""
     lanl_system: int = 20
     """Number of the system in LANL's records."""
-    target_pls: float = 0.1
-    """Portion of lost samples for which equation (6) chooses the modelled save interval."""
 
 
 def sized(config: Config) -> Config:
@@ -134,7 +131,7 @@ def check(config: Config) -> None:
     pool, trace = is_of_pool(config), config.trace
     never_read = unread(config, {
         "--kill trainers or sync": (pool, ("trainers",)),
-        "--kill servers alone": (not pool, ("spares", "save_every_steps", "target_pls")),
+        "--kill servers alone": (not pool, ("spares", "save_every_steps")),
         "gaps that are drawn, without --trace": (trace is None, ("fail_shape",)),
         "--trace with LANL's records": (trace is not None and not is_json(trace), ("lanl_system",)),
     })  # fmt: skip
@@ -149,7 +146,6 @@ def check(config: Config) -> None:
             not 8 <= (config.save_every_steps or 0) <= steps
         ),
         "--kill needs at least one kind of process.": not config.kill,
-        f"--target-pls {config.target_pls:g} must be above 0 and at most 1.": not 0 < config.target_pls <= 1,
     } | rule_of_ray())  # fmt: skip
 
 
@@ -181,28 +177,6 @@ def overheads(rows: dict[str, dict[str, Any]], parts: dict[str, Any]) -> dict[st
     return results | {"cpr_overhead_percent": results["mfu_overhead_percent"]}
 
 
-def modelled(config: Config, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate equations (1) to (6) with measured costs."""
-    useful, steps = rows["none"]["seconds"], config.steps or 1
-    every = (config.save_every_steps or 1) / steps * useful / 3600
-    costs = schedule.Costs(
-        save_hours=rows["full"]["saving_s"] / max(1, rows["full"]["saves"]) / 3600,
-        load_hours=found["full_restoring_s_median"] / 3600,
-        reschedule_hours=(found["seconds_noticing"] + found["seconds_starting"]) / 3600,
-        mtbf_hours=useful / (config.kills or 1) / 3600, total_hours=useful / 3600, nodes=config.servers,
-        partial_load_hours=found["seconds_restoring"] / 3600,
-    )  # fmt: skip
-    in_steps = lambda hours: hours * 3600 / useful * steps
-    return {
-        "full_overhead_percent_modelled": 100 * schedule.full_overhead(costs, every).total,
-        "partial_overhead_percent_modelled": 100 * schedule.partial_overhead(costs, every).total,
-        "full_save_every_steps_modelled": in_steps(schedule.full_interval(costs)),
-        "pls_of_a_kill_at_mid_interval_modelled": schedule.lost_portion(every / 2, 0.0, costs.total_hours, costs.nodes),
-        "pls_modelled": schedule.expected_pls(costs, every),
-        "partial_save_every_steps_modelled": in_steps(schedule.partial_interval(costs, config.target_pls)),
-    }
-
-
 def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool]:
     """Return whether each arm ended with the required bits."""
     same = {f"{arm}_equal_to_serial": known[arm]["digests"] == job.serially(
@@ -213,14 +187,14 @@ def bits(job: ClusterJob, known: dict[str, dict], above: Path) -> dict[str, bool
 
 
 def table(results: dict[str, Any]) -> str:
-    """Format overheads and their parts, then the times of a kill and the equations."""
+    """Format overheads and their parts, then the times of a kill."""
     columns: dict[str, Any] = {"overhead, %": "{}_overhead_percent"}
     columns |= {f"{part}, %": f"{{}}_{part}_percent" for part in (*PARTS, "saving")}
     columns |= {"PLS": "{}_pls", "AUC lost": "auc_lost_{}", "steps repeated": "{}_lost_steps"}
     arms = [arm for arm in ARMS if arm != "none"]
-    rest = {key: value for key, value in results.items() if key.startswith("seconds_") or key.endswith("_modelled")}
+    rest = {key: value for key, value in results.items() if key.startswith("seconds_")}
     rest |= {key: results[key] for key in ("kills", "survivors_bit_identical", "equal_to_serial")}
-    return grid(results, "arm", arms, columns) + "\n\n" + listing(rest, {"A kill, and the equations": [""]})
+    return grid(results, "arm", arms, columns) + "\n\n" + listing(rest, {"A kill": [""]})
 
 
 def finding(results: Mapping[str, Any], arm: str) -> str:
@@ -327,7 +301,7 @@ def main(config: Config) -> dict:
             run.log(rows[arm] | {"kill": [kill.seconds() for kill in killers[arm].kills if kill.next_step]})
     found = of_kills({arm: killer for arm, killer in killers.items() if arm != "none"})
     results = {f"{arm}_{key}": value for arm, row in rows.items() for key, value in row.items() if key != "arm"}
-    results |= found | overheads(rows, found) | modelled(config, rows, found) | bits(job, known, run.directory)
+    results |= found | overheads(rows, found) | bits(job, known, run.directory)
     results["kills"] = sum(len(killer.kills) for killer in killers.values())
     results["survivors_bit_identical"] = not any(killers[arm].survivors_changed for arm in SCHEMES)
     draw(run, config, killers, results)
