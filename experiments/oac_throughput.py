@@ -78,8 +78,7 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """Modes compared in a regime."""
     if config.sweep == "window":
         return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
-    more = {"link": ("oac_device", "oac_skip_reads"), "remote": ("oac_skip_reads",)}.get(regime, ("oac_device",))
-    return [PipelineWay(mode) for mode in (*BASIC, *more)]
+    return [PipelineWay(mode) for mode in (*BASIC, *(() if regime == "remote" else ("oac_device",)))]
 
 
 def stages_ms(work: Work, regime: str, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:

@@ -48,7 +48,7 @@ EXACT = {
     "device": DEVICE,
     "sync": HOST | {"pipeline": "sync"},
     "oac that validates on the device": OAC | {"stale_rows": "device"},
-    "oac with savings": OAC | {"savings": True},
+    "oac": OAC,
     "easgd in the foreground": DEVICE | {"shadowsync": "easgd", "sync_every_steps": 5},
     "ma and oac": OAC | {"shadowsync": "ma", "sync_every_steps": 5},
     "full on the host": HOST | MFU | {"cpr": "full"},

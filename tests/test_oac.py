@@ -35,7 +35,7 @@ from jaxrec.oac.ring import LastWriters
 from jaxrec.types import Rows, TrainState
 
 
-@pytest.mark.parametrize("options", [{}, {"validation": "device"}, {"skip_stale_reads": True}])
+@pytest.mark.parametrize("options", [{}, {"validation": "device"}])
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
 def test_equals_the_plain_loop_bit_for_bit(window, options):
     batches = make_batches(24)
@@ -55,10 +55,9 @@ def test_law_of_equality(data):
     overlap = data.draw(st.sampled_from(["full", "some", "none"]))
     batches = make_batches(data.draw(st.integers(1, 12)), spec, seed=data.draw(st.integers(0, 9)), overlap=overlap)
     threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
-    skip = data.draw(st.booleans(), label="skip_stale_reads")
-    validation = "planned" if skip else data.draw(st.sampled_from(["planned", "device"]))
+    validation = data.draw(st.sampled_from(["planned", "device"]))
     window = data.draw(st.integers(1, 8), label="window")
-    _, found = train(batches, spec, mesh, window=window, validation=validation, skip_stale_reads=skip, **threads)
+    _, found = train(batches, spec, mesh, window=window, validation=validation, **threads)
     assert same(found, plain_loop(batches, spec, mesh))
 
 
@@ -139,14 +138,11 @@ def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validat
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("validation", ["planned", "device"])
-def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
+def test_rows_changed_in_exclusive_are_what_later_batches_see(validation):
     """As after a shard failure: no row gathered before, or held in the ring, survives."""
-    if skip and validation == "device":
-        pytest.skip("skipping needs planned sources")
     batches, fail = make_batches(20), at_step(9, lambda state: pipeline.exclusive(reset))
-    options = {"window": 5, "loaders": 3, "validation": validation, "skip_stale_reads": skip}
+    options = {"window": 5, "loaders": 3, "validation": validation}
     with Pipeline(task_of(SPEC), make_state(), [fail], **options) as pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
@@ -154,8 +150,7 @@ def test_rows_changed_in_exclusive_are_what_later_batches_see(skip, validation):
     assert not same(expected, plain_loop(batches))
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
+def test_a_cut_is_the_state_after_its_step_while_compute_goes_on():
     """Training on from the snapshot gives the same bits; during the save exactly a window of batches is committed."""
     window, at = 3, 7
     batches, snapshots = make_batches(20), []
@@ -167,7 +162,7 @@ def test_a_cut_is_the_state_after_its_step_while_compute_goes_on(skip):
         snapshots.append(frozen(state))
         assert pipeline.step == at + window + 1
 
-    with Pipeline(task_of(SPEC), make_state(), window=window, skip_stale_reads=skip) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=window) as pipeline:
         pipeline.snapshot_at(at, save)
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     assert same((pipeline.state, losses), plain)
@@ -227,8 +222,6 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
         ({"mode": "sync", "window": 2}, "window is 0"),
         ({"loaders": 0}, "loaders=0"),
         ({"validation": "hope"}, "validation='hope'"),
-        ({"mode": "async", "skip_stale_reads": True}, "mode='oac'"),
-        ({"validation": "device", "skip_stale_reads": True}, "validation='planned'"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

@@ -58,8 +58,6 @@ from jaxrec.types import ShardsLost
 
 # ---- properties that only a certain order of events could break; each order is forced
 
-SKIPS = {"skip_stale_reads": True}
-
 
 def reset_at(step):
     return lambda now, state: now == step and reset(state.tables)
@@ -74,7 +72,7 @@ def losses_of(pipeline, batches):
         return [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
 
 
-@pytest.mark.parametrize("options", [{}, {"skip_stale_reads": True}, {"validation": "device"}])
+@pytest.mark.parametrize("options", [{}, {"validation": "device"}])
 def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(options):
     """The stream is late: batches in the window after the change are planned once it has been made."""
     batches, changed = make_batches(16), threading.Event()
@@ -101,8 +99,7 @@ def test_of_two_writers_each_adds_its_own_shards(mode, window, delay):
     assert same(found, plain_loop(batches, delay=delay))
 
 
-@pytest.mark.parametrize("skips", [{}, SKIPS])
-def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
+def test_exclusive_waits_for_a_cut_that_is_being_saved():
     """Between the commits of the snapshot's step and of the next one nothing else blocks `exclusive`."""
     batches, snapshots, inside = make_batches(12), [], threading.Event()
 
@@ -116,7 +113,7 @@ def test_exclusive_waits_for_a_cut_that_is_being_saved(skips):
         assert len(snapshots) == 1
         return reset(tables)
 
-    with Pipeline(task_of(SPEC), make_state(), window=3, **skips) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=3) as pipeline:
         pipeline.snapshot_at(7, save)
         for _ in pipeline.run(batches):
             if pipeline.step == 7:
@@ -240,7 +237,7 @@ def is_serial(pipeline, reviver, losses, **options):
 
 
 @pytest.mark.parametrize("death", [("read", 6, 1), ("write", 6, 1), ("write", STEPS - 1, 2)])
-@pytest.mark.parametrize("options", [{}, {"mode": "sync"}, {"mode": "semisync"}, SKIPS], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mode": "sync"}, {"mode": "semisync"}], ids=str)
 def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
     """One death is at the last write-back, when no thread is left to gather again."""
     window = {} if "mode" not in options else {"window": None}
@@ -257,11 +254,10 @@ def test_async_brings_shards_back_too():
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
 
 
-@pytest.mark.parametrize("skips", [{}, SKIPS])
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind, skips):
+def test_a_lost_shard_is_asked_for_no_more_until_it_is_back(kind):
     """Each stage may hit the loss once, before it is known."""
-    pipeline, reviver, _ = train_failing(failing((kind, 6, 1)), window=5, loaders=1, **skips)
+    pipeline, reviver, _ = train_failing(failing((kind, 6, 1)), window=5, loaders=1)
     calls = pipeline.tables.calls
     assert len(reviver.lost) == 1 and calls["refused read"] <= 1 and calls["refused write"] <= 1
     assert calls["refused read"] + calls["refused write"] > 0
@@ -354,13 +350,12 @@ def test_a_recovery_that_brings_nothing_back_ends_the_run_and_does_not_hang():
     assert idle.lost == [(1,)] * 8 and no_threads_left()
 
 
-@pytest.mark.parametrize("skips", [{}, SKIPS])
 @pytest.mark.parametrize("how", ["before the save", "in the save", "at the end"])
-def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how, skips):
+def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how):
     saved, step = [], STEPS if how == "at the end" else 6
     write = {"before the save": 5, "in the save": 99, "at the end": STEPS - 1}[how]
     reviver = Reviver()
-    pipeline = Pipeline(task_of(SPEC), failing(("write", write, 1)), [reviver], window=3, **skips)
+    pipeline = Pipeline(task_of(SPEC), failing(("write", write, 1)), [reviver], window=3)
 
     def save(state):
         if how == "in the save" and not pipeline.tables.dead and not reviver.lost:
@@ -384,9 +379,7 @@ def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_s
     options = {"window": data.draw(st.integers(1, 5), label="window")} if mode == "oac" else {"window": None}
     options |= {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
     if mode == "oac":
-        skip = data.draw(st.booleans(), label="skip_stale_reads")
-        device = not skip and data.draw(st.booleans(), label="device")
-        options |= {"skip_stale_reads": skip, "validation": "device" if device else "planned"}
+        options["validation"] = data.draw(st.sampled_from(["planned", "device"]), label="validation")
     death = st.tuples(st.sampled_from(["read", "write"]), st.integers(0, STEPS), st.integers(0, 3))
     deaths = data.draw(st.lists(death, min_size=1, max_size=3), label="deaths")
     pipeline, reviver, losses = train_failing(failing(*deaths), mode=mode, **options)
@@ -405,8 +398,8 @@ def image_of(step):
     return state._replace(dense=jax.tree.map(jnp.asarray, state.dense))
 
 
-@pytest.mark.parametrize("skips", [{}, SKIPS, {"validation": "device"}])
-def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(skips):
+@pytest.mark.parametrize("options", [{}, {"validation": "device"}])
+def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(options):
     calls = itertools.count()
 
     def fetch(tree):
@@ -414,7 +407,7 @@ def test_after_reset_a_broken_pipeline_goes_on_from_the_other_state(skips):
             raise Broken
         return jax.tree.map(np.asarray, tree)
 
-    pipeline = Pipeline(task_of(SPEC), make_state(), window=3, fetch=fetch, **skips)
+    pipeline = Pipeline(task_of(SPEC), make_state(), window=3, fetch=fetch, **options)
     with pipeline:
         with pytest.raises(Broken):
             list(pipeline.run(BATCHES))
@@ -435,7 +428,6 @@ REGIMES = [
     {"mode": "async", "window": WINDOW},
     {"window": WINDOW, "loaders": 3},
     {"window": WINDOW, "validation": "device"},
-    {"window": WINDOW, "skip_stale_reads": True},
 ]
 
 
@@ -724,8 +716,7 @@ def refused(act):
         act()
 
 
-@pytest.mark.parametrize("skips", [{}, SKIPS])
-def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(skips):
+def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained():
     batches, drained = make_batches(12), []
     states = states_of(batches)
 
@@ -736,7 +727,7 @@ def test_the_tables_of_a_yielded_state_refuse_to_be_read_until_they_are_drained(
         drained.append(state)
 
     ask = lambda info: ask_all(info.state, refused)
-    with pipeline_of(callbacks=[ask, at_step(6, drain)], **skips) as pipeline:
+    with pipeline_of(callbacks=[ask, at_step(6, drain)]) as pipeline:
         for number, (state, _) in enumerate(pipeline.run(batches), 1):
             if number == 6:
                 assert equal(frozen(state), states[6])  # still drained

@@ -133,7 +133,6 @@ ENGINES = {
     "remote": jaxrec.Serial,
     "host oac": functools.partial(Pipeline, window=3),
     "host device": functools.partial(Pipeline, window=3, validation="device"),
-    "host skip": functools.partial(Pipeline, window=3, skip_stale_reads=True),
     "pinned oac": lambda task, state: jaxrec.Serial(Overlap(task, window=2), state),
 }
 

@@ -25,7 +25,7 @@ OPTIONS = [
     {"window": 3},
     {"window": 3, "loaders": 3, "writers": 2},
     {"mode": "sync"},
-    {"window": 4, "skip_stale_reads": True},
+    {"window": 4, "validation": "device"},
 ]
 
 

@@ -51,19 +51,15 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "oac_2": ("oac", {"window": 2}),
     "oac_8": ("oac", {"window": 8}),
     "oac_16": ("oac", {"window": 16}),
-    "oac_4_skip_reads": ("oac_skip_reads", {"window": 4}),
     "oac_4_validation_device": ("oac", {"window": 4, "validation": "device"}),
     "oac_4_fetch_plain": ("oac", {"window": 4, "fetch": fetch_plain}),
     "oac_4_fetch_async": ("oac", {"window": 4, "fetch": fetch_async}),
     "oac_4_fetch_pinned": ("oac", {"window": 4, "fetch": fetch_pinned}),
     "oac_4_send_pinned": ("oac", {"window": 4, "send": send_pinned}),
 }
-SMOKE = ("sync", "oac_4", "async_4", "oac_4_skip_reads", "oac_4_validation_device", "oac_4_fetch_pinned")
-WIDE = (
-    "sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_skip_reads", "oac_4_fetch_async",
-    "oac_4_send_pinned",
-)  # fmt: skip
-EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_skip_reads", "oac_4_validation_device", "async_4")
+SMOKE = ("sync", "oac_4", "async_4", "oac_4_validation_device", "oac_4_fetch_pinned")
+WIDE = ("sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_fetch_async", "oac_4_send_pinned")
+EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_validation_device", "async_4")
 
 
 def run(task: Task) -> None:

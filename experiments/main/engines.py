@@ -82,11 +82,9 @@ class OAC(Asynchronous):
     pipeline: PipelineKind = "oac"
     stale_rows: Literal["planned", "device"] = "planned"
     """Where rows that arrive too old are found: in the host's plan, or on the device."""
-    savings: bool = False
-    """Skip transfers of rows that the device already has."""
 
     def _options(self) -> dict[str, Any]:
-        return {"window": self.window, "validation": self.stale_rows, "skip_stale_reads": self.savings}
+        return {"window": self.window, "validation": self.stale_rows}
 
     def figures(self, engine) -> dict[str, float]:
         counters = engine.counters

@@ -177,8 +177,6 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 
 def _pipeline(problem, kind, trap, rng):
-    skip = bool(rng.integers(2))
-    validation = "planned" if skip else str(rng.choice(["planned", "device"]))
     threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}
 
     def send(tree, placement):
@@ -198,7 +196,8 @@ def _pipeline(problem, kind, trap, rng):
         traps = {"before_write": lambda shards: trap()}
     return Pipeline(
         problem.task, state._replace(tables=WatchedTables.of(state.tables, **traps)),
-        window=int(rng.integers(1, 7)), validation=validation, send=send, fetch=fetch, skip_stale_reads=skip, **threads,
+        window=int(rng.integers(1, 7)), validation=str(rng.choice(["planned", "device"])), send=send, fetch=fetch,
+        **threads,
     )  # fmt: skip
 
 

@@ -161,11 +161,9 @@ def equal(remote: Work, local: Work, number: int = COMPARED) -> dict[str, bool]:
     """Check that OAC over servers is bitwise equal to sequential training over tables in this process.
 
     Returns:
-      `bitwise_equal_remote`, `bitwise_equal_savings_remote`, and the control `bitwise_equal_async_remote`, which is
-        false where batches share rows.
+      `bitwise_equal_remote`, and the control `bitwise_equal_async_remote`, which is false where batches share rows.
     """
     wanted = trained(local, "sync", number)
     same = lambda found: len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
-    modes = {"bitwise_equal_remote": "oac", "bitwise_equal_savings_remote": "oac_skip_reads"}
-    modes |= {"bitwise_equal_async_remote": "async"}
+    modes = {"bitwise_equal_remote": "oac", "bitwise_equal_async_remote": "async"}
     return {key: same(trained(remote, mode, number)) for key, mode in modes.items()}

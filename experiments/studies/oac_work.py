@@ -1,6 +1,6 @@
 """The reference workload over host tables in a pipeline of any mode, and an EMULATED link between host and device.
 
-Timed by oac_throughput.py, oac_link.py and on_accelerator.py.
+Timed by oac_throughput.py and on_accelerator.py.
 
 Legend: W window.
 """
@@ -29,7 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "async": {"mode": "async"},
     "oac": {"mode": "oac"},
     "oac_device": {"mode": "oac", "validation": "device"},
-    "oac_skip_reads": {"mode": "oac", "skip_stale_reads": True},
 }
 # Emulated links: the bytes of which directions take how many times as long as the compute of a batch.
 LINKS: dict[str, tuple[Callable, float]] = {"balanced": (sum, 1.0), "link": (max, 1.5), "compute": (sum, 0.25)}

@@ -1,7 +1,6 @@
 """Options of a pipeline: consistency checks of its arguments, and its memory use.
 
-Legend: W window, S shards, U padded unique rows per shard, C rows that are transferred, E embedding width, K slot
-width.
+Legend: W window, S shards, U padded unique rows per shard, E embedding width, K slot width.
 """
 
 from typing import NamedTuple
@@ -97,7 +96,6 @@ class PipelineOptions(NamedTuple):
     mode: str
     window: int  # W
     validation: str
-    skip_stale_reads: bool  # neither gather nor send rows that the ring provides
     # Number of threads of each kind, and of batches planned beyond the window.
     loaders: int = 1
     fetchers: int = 1
@@ -125,9 +123,7 @@ class PipelineOptions(NamedTuple):
         return max(1, self.window)
 
 
-def check_options(
-    mode: str, window: int | None, validation: str, skip_stale_reads: bool = False, **threads: int
-) -> PipelineOptions:
+def check_options(mode: str, window: int | None, validation: str, **threads: int) -> PipelineOptions:
     """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
     for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
         if given not in known:
@@ -138,10 +134,7 @@ def check_options(
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
     threads = {name: whole_number(name, count) for name, count in threads.items()}
-    options = PipelineOptions(mode, window, validation, skip_stale_reads, **threads)
-    if skip_stale_reads and not options.plans_sources:
-        raise ValueError("skip_stale_reads needs mode='oac', window > 0, validation='planned'.")
-    return options
+    return PipelineOptions(mode, window, validation, **threads)
 
 
 def with_unguarded_tables(state) -> TrainState:

@@ -72,15 +72,13 @@ class Pipeline(Engine):
       ahead: number of batches planned, and their inputs sent, before admission.
       validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on
         the device, as in the abstract of OAC. Both give the same values.
-      skip_stale_reads: do not gather and send rows that the ring will patch.
       capacity: initial {stack: U} of the plans, as for `Serial`.
 
     Memory: see `memory_bytes`.
 
     Attributes:
       counters: totals of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
-        `bytes_fetched`, passed to `send` and `fetch`; `bytes_without_savings`, the sum of both without
-        `skip_stale_reads`.
+        `bytes_fetched`, passed to `send` and `fetch`.
       compilations: number of programs compiled by its runs; grows whenever a capacity grows.
       flight: the batches of the run in flight, for inspection.
 
@@ -95,14 +93,13 @@ class Pipeline(Engine):
         self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *, mode: str = "oac",
         window: int | None = None, send: Callable | None = None, fetch: Callable | None = None,
         loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
-        skip_stale_reads: bool = False, capacity: Mapping[str, int] | None = None,
+        capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__(callbacks)
         state = with_unguarded_tables(state)
         options = check_options(
-            mode, window, validation, skip_stale_reads,
-            loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead,
-        )  # fmt: skip
+            mode, window, validation, loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead
+        )
         self.mode, self.window = options.mode, options.window
         mesh = checked_mesh(task, state)
         self._stages = self.stages_type(task.checked_update, state, mesh, options, send, fetch, capacity)

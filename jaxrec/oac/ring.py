@@ -124,28 +124,18 @@ def replay(ring: Ring, rows: dict[str, Rows], source: dict[str, Array]) -> dict[
 
     Args:
       ring: Ring after the previous batch.
-      rows: {stack: Rows}, f32[S, U, E], gathered; or f32[S, C, E] with C < U, without the rows that the ring provides,
-        in the same order.
+      rows: {stack: Rows}, f32[S, U, E], gathered.
       source: {stack: i32[S, U]}, positions in the ring, from `validate` or planned on the host.
 
     Returns:
       {stack: Rows}, f32[S, U, E], the values of serial execution.
     """
-    return {name: replay_stack(ring.rows[name], rows[name], source[name]) for name in rows}
 
+    def replayed(place, rows, held):
+        one = lambda gathered, held: jnp.where(place[..., None] >= 0, _rows_at(held, jnp.maximum(place, 0)), gathered)
+        return jax.tree.map(one, rows, held)
 
-def replay_stack(held: Rows, rows: Rows, source: Array) -> Rows:
-    """Replace the stale rows of one stack by the rows held in its ring, f32[S, W, U, E]: see `replay`."""
-    sent, (depth, width) = rows.value.shape[1], held.value.shape[1:3]
-    # The n-th row that the ring does not provide is the n-th row sent, so no index array has to be sent.
-    place = jnp.clip(jnp.cumsum(source < 0, axis=1, dtype=jnp.int32) - 1, 0, sent - 1)
-
-    def one(gathered, held):
-        right = _rows_at(held.reshape(held.shape[0], depth * width, -1), jnp.maximum(source, 0))
-        gathered = gathered if sent == source.shape[1] else _rows_at(gathered, place)
-        return jnp.where(source[..., None] >= 0, right, gathered)
-
-    return jax.tree.map(one, rows, held)
+    return {name: replayed(source[name], rows[name], ring.rows[name]) for name in rows}
 
 
 def append(ring: Ring, unique: dict[str, Array], rows: dict[str, Rows], number) -> Ring:
@@ -189,10 +179,10 @@ def commit(update: Callable, dense, ring: Ring, rows, plans, batch, number, *, s
     return dense, append(ring, unique, new, number), new, {**metrics, "patched_rows": patched}
 
 
-def _rows_at(leaf, place):
-    """Return the rows of f32[S, N, E] at positions i32[S, U] < N, as f32[S, U, E]."""
-    flat = place + leaf.shape[1] * jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
-    return leaf.reshape(-1, leaf.shape[-1]).at[flat].get(mode="promise_in_bounds")
+def _rows_at(held, place):
+    """Return the rows of f32[S, W, U, E] at places i32[S, U] in the ring of their shard, as f32[S, U, E]."""
+    flat = place + held.shape[1] * held.shape[2] * jnp.arange(len(held), dtype=jnp.int32)[:, None]
+    return held.reshape(-1, held.shape[-1]).at[flat].get(mode="promise_in_bounds")
 
 
 class LastWriters:

@@ -23,8 +23,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxrec import validate
-from jaxrec.embedding import bucket, capacity_of, plan
-from jaxrec.embedding.lookup import compact_plan
+from jaxrec.embedding import capacity_of, plan
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
 from jaxrec.oac.ring import LastWriters, count_found, written_since
@@ -77,8 +76,7 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, C
     plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
     return {
-        # Of one stack: the sizes of several would be compiled in all their combinations with `skip_stale_reads`.
-        "replay": jax.jit(on_mesh(rings.replay_stack, SPLIT, SPLIT, SPLIT)),
+        "replay": jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
         "append": jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
         "validate": jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
         # Created with its final sharding: no device ever holds the rings of all shards.
@@ -171,29 +169,14 @@ class Stages:
 
     def gather(self, item: Item) -> tuple[dict[str, Rows], dict[str, np.ndarray]]:
         """Return the rows of an admitted batch, and the places in the ring of those that it provides."""
-        plans, source = item.plans, item.source
+        source = item.source
         if item.number - self.options.window < item.floor:  # the ring lacks some batches of the window
             source = written_since(source, item.number, self.options.window, item.floor)
-        elif self.options.skip_stale_reads:
-            plans = self._without_gaps(plans, source)
-        return self.tables.read(plans), source
-
-    def _without_gaps(self, plans, source):
-        """Return plans without rows of the ring, padded to one of few sizes C, so that few programs are compiled."""
-        found = {}
-        for name, p in plans.items():
-            in_use = np.arange(p.unique.shape[1]) < np.asarray(p.count)[:, None]
-            mask = in_use & (source[name] < 0)
-            size = bucket(int(mask.sum(axis=1).max()))
-            # A stack that would not become smaller keeps its plan.
-            packed = size < p.unique.shape[1]
-            found[name] = compact_plan(p, mask, size, self.tables.spec.stacks[name].rows)[0] if packed else p
-        return found
+        return self.tables.read(item.plans), source
 
     def send_rows(self, item: Item, read: dict[str, Rows], source: dict[str, np.ndarray]) -> None:
         """Send gathered rows."""
-        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._rows_of(item.plans)))
-        self._count_bytes("bytes_sent", nbytes((read, source)), whole + nbytes(source))
+        self._count_bytes("bytes_sent", nbytes((read, source)))
         item.rows, item.source_there = self._send((read, source), self._placement["rows"])
         item.stale = count_found(written_since(source, item.number, self.options.window, item.watermark))
         item.patched, item.read = count_found(source), read if self.options.adds else None
@@ -221,7 +204,7 @@ class Stages:
         return metrics
 
     def _fit_ring(self, item):
-        """Create the ring at the first batch, whose rows are always all sent; widen it when a capacity has grown."""
+        """Create the ring at the first batch; widen it when a capacity has grown."""
         capacity = capacity_of(item.plans)
         if self.ring is None:
             self.ring = self._programs["init"](item.rows, self.depth, self._validates)
@@ -230,10 +213,10 @@ class Stages:
 
     def repair(self, item: Item) -> tuple[dict, dict]:
         """Return the valid rows of a batch, and the ring places from which stale rows were replaced."""
-        source, replay = item.source_there, self._programs["replay"]
+        source = item.source_there
         if self._validates:
             source = self._programs["validate"](self.ring, item.inputs.plans, np.int32(item.watermark - 1))
-        return {name: replay(self.ring.rows[name], mine, source[name]) for name, mine in item.rows.items()}, source
+        return self._programs["replay"](self.ring, item.rows, source), source
 
     def dense_is_lost(self) -> bool:
         """Return whether the dense state was given to an update that failed, possibly after its call had returned."""
@@ -256,11 +239,9 @@ class Stages:
         else:
             self.tables.put(item.plans, item.rows, shards)
 
-    def _count_bytes(self, direction, number, whole=None):
-        """Count the bytes of a transfer, and what they would be without `skip_stale_reads`."""
+    def _count_bytes(self, direction, number):
         with self._lock:
             self.counters[direction] += number
-            self.counters["bytes_without_savings"] += number if whole is None else whole
 
 
 def fetch_whole(tree: Any) -> Any:

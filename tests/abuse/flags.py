@@ -64,7 +64,6 @@ REFUSED = {
     "--tables host --window 4": "--window 4 is for --pipeline oac or async",
     "--tables host --pipeline semisync --window 4": "--window 4 is for",
     "--tables host --stale-rows device": "--stale-rows device is for --pipeline oac",
-    "--tables host --pipeline sync --savings": "--savings is for --pipeline oac",
     # ShadowSync.
     "--trainers 2": "--trainers 2 is for --shadowsync",
     "--sync-form lerp": "--sync-form lerp is for --shadowsync",

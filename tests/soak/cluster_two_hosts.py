@@ -134,7 +134,7 @@ def reasons(said: str) -> list[str]:
 
 def table(results: Mapping[str, Any], links: list[str], cuts: list[str]) -> str:
     """Format the rates over each link and the runs whose link was cut."""
-    modes = {f"{way} over sync": f"{{}}_{way}_over_sync_remote" for way in ("async", "oac", "oac_skip_reads")}
+    modes = {f"{way} over sync": f"{{}}_{way}_over_sync_remote" for way in ("semisync", "async", "oac")}
     lost = {"the same bits": "{}_same_bits", "shards lost": "{}_shards_failed", "seconds longer": "{}_seconds_longer"}
     parts = [grid(results, "link", links, modes)] if links else []
     return "\n\n".join([*parts, grid(results, "cut", cuts, lost)] if cuts else parts)
