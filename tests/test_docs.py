@@ -216,8 +216,8 @@ def config_of(experiment, flags):
 
 def differences(wanted, found):
     """{flag: (value in the command, value in the file)}; flags newer than the file are not compared."""
-    if "tables" in wanted:  # those left to the run are on the devices of a CPU, as older files say
-        wanted = wanted | {"tables": wanted["tables"] or "device"}
+    if "tables" in wanted and "tables" in found:  # left to the run: on the devices of a CPU, as older files say
+        wanted, found = (flags | {"tables": flags["tables"] or "device"} for flags in (wanted, found))
     synthetic_only = {"rows"} if found.get("data") == "criteo" else set()
     shared = (wanted.keys() & found.keys()) - NOT_OF_THE_RUN - synthetic_only
     # Older runs of train.py have noted the flags of all parts, also of those that they did not have.

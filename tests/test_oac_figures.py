@@ -359,10 +359,10 @@ class Measured:
         return found
 
 
-PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "none", "device") for shape in SHAPES]
+PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "planned", "device") for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "none"))
+@pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "planned"))
 def test_memory_is_what_the_formula_says(way, shape):
     """Device buffers when the device is slow and the pipeline is full; host arrays when a snapshot holds writes."""
     options, (spec, batches) = WAYS[way], shaped(shape)
