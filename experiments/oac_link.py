@@ -1,6 +1,6 @@
 """Count the rows that OAC's window keeps off the link between tables and device, beside an oracle.
 
-    python experiments/oac_link.py      exponents 0.6 to 1.3, windows 1 to 32; MINUTES
+    python experiments/oac_link.py      exponents 0.6 to 1.3, windows 1 to 32; two minutes
 
 OAC over pinned tables (`Overlap`) does not read a row that the ring of the last W batches holds. Ids of DLRM-Kaggle are
 drawn from a power law of each exponent; with few rows in common there is little to save. Rows are COUNTED from the ids;
@@ -29,7 +29,7 @@ class Config(Flags):
 
 
 def window_rows(batches: list[np.ndarray], window: int) -> int:
-    """Rows sent, if a ring serves those of the last W batches.
+    """Rows read, if a ring serves those of the last W batches.
 
     Args:
       batches: distinct rows of each batch.
@@ -39,16 +39,16 @@ def window_rows(batches: list[np.ndarray], window: int) -> int:
     4
     """
     last: dict[int, int] = {}
-    sent = 0
+    read = 0
     for number, rows in enumerate(batches):
         known = [last.get(row, -window - 1) for row in rows.tolist()]
-        sent += sum(number - before > window for before in known)
+        read += sum(number - before > window for before in known)
         last.update(dict.fromkeys(rows.tolist(), number))
-    return sent
+    return read
 
 
 def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
-    """Rows sent, if a cache knows all future ids and keeps the rows needed soonest.
+    """Rows read, if a cache knows all future ids and keeps the rows needed soonest.
 
     The rows of a batch are on the device while it is trained; afterwards the cache keeps `capacity` rows.
 
@@ -65,15 +65,15 @@ def oracle_rows(batches: list[np.ndarray], capacity: int) -> int:
         following.append([coming.get(row, len(batches)) for row in batches[number].tolist()])
         coming.update(dict.fromkeys(batches[number].tolist(), number))
     held: dict[int, int] = {}
-    sent = 0
+    read = 0
     for rows, needed in zip(batches, reversed(following), strict=True):
-        sent += sum(row not in held for row in rows.tolist())
+        read += sum(row not in held for row in rows.tolist())
         held.update(zip(rows.tolist(), needed, strict=True))
         if (over := len(held) - capacity) > 0:
             names = [*held]
             for place in np.argpartition([-batch for batch in held.values()], over - 1)[:over].tolist():
                 del held[names[place]]
-    return sent
+    return read
 
 
 def distinct_rows(config: Config, exponent: float, number: int) -> list[np.ndarray]:

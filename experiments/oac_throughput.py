@@ -153,7 +153,7 @@ def measure_point(run: Run, config: Config, words: str, job: Job, rounds: int, c
     """Measure all regimes of a job: (results, {label of a regime: its ways})."""
     work = Work(job, max(config.window, *WINDOWS) + 3 + counted, config.window)
     work.stages_ms(4)  # compiles
-    stages, size = work.stages_ms(12), bytes_a_batch(work, "oac", len(work.batches))
+    stages, size = work.stages_ms(12), bytes_a_batch(work, len(work.batches))
     results: dict[str, Any] = {f"{name}_alone_ms{words}": value for name, value in stages.items()}
     results[f"replay_share_of_step{words}"] = (stages["replay"] + stages["append"]) / compute_ms(stages)
     ways = {}

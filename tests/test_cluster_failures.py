@@ -1,4 +1,4 @@
-"""Measurements of killed servers: times of the kills, breakdown of the recovery, and costs by CPR's equations.
+"""Measurements of killed servers: times of the kills, and breakdown of the recovery.
 
 The experiment itself is slow, as it starts Ray.
 """

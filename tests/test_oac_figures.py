@@ -110,13 +110,16 @@ def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
 def test_rows_of_the_ring_replace_those_gathered(seed, width, shards):
     """Compared with numpy."""
     rng = np.random.default_rng(seed)
-    gathered = rng.normal(size=(shards, width, 2)).astype(np.float32)
-    source = rng.integers(-1, 2 * width, (shards, width)).astype(np.int32)
-    held = rng.normal(size=(shards, 2, width, 2)).astype(np.float32)
-    patched = np.stack([of.reshape(-1, 2)[place] for of, place in zip(held, source, strict=True)])
-    made = ring.Ring(np.zeros((shards, 2), np.int32), {}, {"t": Rows(jnp.asarray(held), {})})
-    right = np.where(source[..., None] < 0, gathered, patched)
-    np.testing.assert_array_equal(ring.replay(made, {"t": Rows(gathered, {})}, {"t": source})["t"].value, right)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    rows_of = lambda *shape: Rows(draw(*shape, 2), {"sum": draw(*shape, 1)})
+    gathered = {name: rows_of(shards, width) for name in "ab"}
+    held = {name: rows_of(shards, 2, width) for name in "ab"}
+    source = {name: rng.integers(-1, 2 * width, (shards, width)).astype(np.int32) for name in "ab"}
+    found = ring.replay(ring.Ring(np.zeros((shards, 2), np.int32), {}, held), gathered, source)
+    for name, place in source.items():
+        for rows, mine, there in zip(*(jax.tree.leaves(each[name]) for each in (found, gathered, held)), strict=True):
+            patched = np.stack([of.reshape(2 * width, -1)[at] for of, at in zip(there, place, strict=True)])
+            np.testing.assert_array_equal(rows, np.where(place[..., None] < 0, mine, patched))
 
 
 def counted_rows(batches, watermarks, window, spec=SPEC):

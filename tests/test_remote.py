@@ -6,6 +6,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -341,12 +342,16 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
     deaths = data.draw(st.dictionaries(death, st.sampled_from(["die", "answer and die"]), min_size=1, max_size=4))
     scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
     options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
+    values = data.draw(st.sampled_from([1, 1 << 22]), label="values of a message")  # one batch, or all of them
     armed = []  # from the first batch on: no recovery has begun before
 
     def fate(*message):
         return deaths.get(message, "") if armed else ""
 
-    with tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet:
+    with (
+        tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet,
+        mock.patch.object(tracking, "_VALUES_PER_MESSAGE", values),
+    ):  # fmt: skip
         engine = NotingPipeline(TASK, fresh("host")._replace(tables=fleet.tables), **options)
         found, log, recovery = run(engine, Path(directory, "found"), scheme, fleet, armed.append)
         assert bool(fleet.died) == bool(recovery.failed) and engine.step == LENGTH
@@ -583,8 +588,8 @@ def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
 
 def test_batches_are_tracked_many_in_a_message(monkeypatch):
     asked, plans = [], [plan(SPEC, batch_at(step).ids) for step in range(1, 33)]
-    rows = [sum(one.unique.size for one in of.values()) for of in plans]
-    monkeypatch.setattr(tracking, "_ROWS_PER_MESSAGE", sum(rows[:16]))
+    values = [sum(map(np.size, jax.tree.leaves([(one.unique, one.inverse) for one in of.values()]))) for of in plans]
+    monkeypatch.setattr(tracking, "_VALUES_PER_MESSAGE", sum(values[:16]))
     with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(server) or "") as fleet:
         tracker = RowTracker(SPEC, mfu(), 0.5, {})
         tracker.begin(fleet.tables, {})
@@ -594,7 +599,7 @@ def test_batches_are_tracked_many_in_a_message(monkeypatch):
         assert not asked
         for step, of in enumerate(plans[15:], 16):
             tracker.mark_trained(step, of)
-        assert sorted(asked) == [0, 0, 1, 1] and len(set(rows)) == 1
+        assert sorted(asked) == [0, 0, 1, 1] and len(set(values)) == 1
         tracker.close()
 
 

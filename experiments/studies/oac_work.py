@@ -167,18 +167,18 @@ def bytes_per_s(regime: str, compute_ms: float, size: Mapping[str, float]) -> fl
     return directions(size.values()) / (times * compute_ms / 1e3)
 
 
-def bytes_a_batch(work: Work, mode: str, number: int, **options) -> dict[str, float]:
-    """Bytes per batch that a mode passes to `send` and `fetch`: padded rows, batch inputs, and lists of rows to move.
+def bytes_a_batch(work: Work, number: int) -> dict[str, float]:
+    """Bytes per batch that OAC passes to `send` and `fetch`: padded rows and batch inputs.
 
     Args:
       work: its first `number` batches are trained once each.
-      number: number of batches; the first W of them are sent whole.
+      number: number of batches.
 
     Returns:
       {'send': bytes, 'fetch': bytes}.
     """
     meter = EmulatedLink(float("inf"), 0.0)
-    with work.pipeline(mode, send=meter.send, fetch=meter.fetch, **options) as pipeline:
+    with work.pipeline("oac", send=meter.send, fetch=meter.fetch) as pipeline:
         for _ in pipeline.run(itertools.islice(work.batches, number)):
             pass
     return {way: size / number for way, size in meter.passed.items()}

@@ -23,7 +23,7 @@ from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
 
 Values = Callable[[str], Any]  # stack -> its rows, in the form that `Priority` takes
-_ROWS_PER_MESSAGE = 1 << 20  # padded rows of the batches reported to servers at once, 8 MB with their accesses
+_VALUES_PER_MESSAGE = 1 << 22  # i32 of the plans that wait to be reported to servers at once, 16 MB
 
 
 class Trackers:
@@ -278,8 +278,9 @@ class RowTracker:
     ):
         self.spec, self.scheme, self.fraction, self.whole = spec, scheme, fraction, whole
         self.trackers: Any = None  # set by `begin`: `Trackers` or `ServerTrackers`
-        self._rows_per_call = 0
+        self._values_per_call = 0
         self._untracked: list[tuple[int, dict[str, Plan]]] = []  # (step, plans) not tracked yet, in the order of steps
+        self._values_untracked = 0
         self._lock = threading.Lock()
         self._picker = ThreadPoolExecutor(1, "pick")
         # Step of a save -> its pick. Under OAC the next pick can start before the previous snapshot is saved.
@@ -293,10 +294,10 @@ class RowTracker:
         """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
         budgets = {name: self.budget(name) for name in self.spec.stacks}
         if isinstance(remote := tables.hosted, RemoteTables):
-            self._rows_per_call = _ROWS_PER_MESSAGE
+            self._values_per_call = 0 if self.scheme.tracks == "nothing" else _VALUES_PER_MESSAGE
             self.trackers = ServerTrackers(self.scheme, remote, budgets, known)
         else:
-            self._rows_per_call = 0
+            self._values_per_call = 0
             self.trackers = Trackers(self.scheme, _values(tables), budgets, known)
 
     def remember(self) -> dict[str, Any]:
@@ -314,9 +315,9 @@ class RowTracker:
         with self._lock:
             # The lock guards only this list; trackers are used by one thread at a time.
             self._untracked.append((step, plans))
-            rows = sum(plan.unique.size for _, waiting in self._untracked for plan in waiting.values())
+            self._values_untracked += _values_of(plans)
         # See the class: batches wait for picks and snapshots.
-        if not self._picks and self._snapshot_done.is_set() and rows >= self._rows_per_call:
+        if not self._picks and self._snapshot_done.is_set() and self._values_untracked >= self._values_per_call:
             self.track_until(step)
 
     def track_until(self, step: int) -> None:
@@ -324,6 +325,7 @@ class RowTracker:
         with self._lock:
             mine = [plans for at, plans in self._untracked if at <= step]
             self._untracked = self._untracked[len(mine) :]
+            self._values_untracked -= sum(map(_values_of, mine))
         if mine:
             self.trackers.touch([{name: self._rows_to_track(name, plan) for name, plan in of.items()} for of in mine])
 
@@ -406,6 +408,11 @@ class RowTracker:
         """End the picker thread."""
         self.end_snapshots()  # they will never be saved
         self._picker.shutdown()
+
+
+def _values_of(plans):
+    """Return the number of i32 in the rows and positions of plans."""
+    return sum(plan.unique.size + sum(each.size for each in plan.inverse.values()) for plan in plans.values())
 
 
 def without_rows(plan: Plan, dropped: np.ndarray, absent: int) -> Plan:

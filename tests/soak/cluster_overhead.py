@@ -13,8 +13,8 @@ and PLS for the kills that were drawn, which is logged before the arms begin. **
 Each arm has a clock of its own: what a step takes far from saves and kills, in the mean. Its overhead is what it takes
 beyond that for each step of the job, so that arms hours apart can be compared. Full recovery and vanilla save whole
 images; MFU and SSU save what they pick, in parts, while training goes on, so that their saves cost less for that reason
-too. Their trial lasts as long as it takes to their first save, so that it holds as many rows as those of the job. That
-they track rows is measured as well, but is not in the equations.
+too. Their trial lasts until after their first save, so that this save holds as many rows as one of the job. What
+tracking costs is measured too, but is not in the equations.
 """
 
 import contextlib
@@ -123,8 +123,8 @@ def accounted(
 
     Returns:
       step_s, the mean seconds of a step outside all spans; useful_s, that for each new step; saving_s, what steps
-      beside a save took beyond it; tracking_s, what those took that only batches were tracked beside; recovering_s, the
-      rest beyond useful_s.
+      beside a save took beyond it; tracking_s, what steps beside tracking alone took; recovering_s, the rest
+      beyond useful_s.
 
     >>> times = [(0.0, 1), (1.0, 2), (2.0, 3), (5.0, 4), (6.0, 5), (9.0, 4), (10.0, 5), (11.5, 6)]
     >>> accounted(times, saves=[(2.5, 4.0)], tracking=[(10.2, 10.4)], recoveries=[(6.5, 9.5)])
@@ -210,7 +210,7 @@ def trial_of(config: Config, arm: str, step_s: float) -> Trial:
     # Its costs do not matter here.
     minutes = schedule.Costs(1, 1, 1, config.mtbf_minutes or 0, config.minutes or 0, config.servers)
     every = min(schedule.partial_interval(minutes, config.target_pls), minutes.total_hours) * 60 / step_s
-    steps = max(steps, int(1.3 * part * every))  # kills behind the first save
+    steps = max(steps, int(1.3 * part * every))  # the kill is after the first save
     return Trial(steps, every, max(steps // 2, int(1.2 * part * every)), steps // (part * every) * part)
 
 
@@ -232,7 +232,7 @@ def predicted(config: Config, costs: schedule.Costs, arm: str, kills: Sequence[f
 
 
 def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int, int]:
-    """Draw kills {step: server} at a constant rate, from behind the warm-up to the end of the job."""
+    """Draw kills {step: server} at a constant rate, from the end of the warm-up to that of the job."""
     rng, step, found = np.random.default_rng(seed), float(WARM_UP), {}
     while (step := step + rng.exponential(mtbf_steps)) < steps:
         found[int(step)] = int(rng.integers(servers))
