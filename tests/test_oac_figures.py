@@ -110,7 +110,7 @@ def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
 def test_rows_of_the_ring_replace_those_gathered(seed, width, shards):
     """Compared with numpy."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     rows_of = lambda *shape: Rows(draw(*shape, 2), {"sum": draw(*shape, 1)})
     gathered = {name: rows_of(shards, width) for name in "ab"}
     held = {name: rows_of(shards, 2, width) for name in "ab"}

@@ -7,8 +7,8 @@ Arms: `none`, without kills and saves; `restart`, where driver and servers are k
 is given again at once, as is usual, saved at Young's interval for what a save takes, --save-steps; and one for each way
 of --cpr, where one server is killed, saved at the interval that train.py chooses by the costs that it measures.
 Kills come at the same seconds of every arm, counted while all servers run, at a constant rate, until it ends. No
-spares. A run that meets a kill before it could recover is started again, too. `*_overhead_percent`: seconds of an arm beyond those of `none`, in percent of the seconds that `none` trains.
-**Measured, on one machine.**
+spares. A run that meets a kill before it could recover is started again, too. `*_overhead_percent`: seconds of an arm
+beyond those of `none`, in percent of the seconds that `none` trains. **Measured, on one machine.**
 """
 
 import contextlib
