@@ -350,7 +350,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
 
     with (
         tempfile.TemporaryDirectory() as directory, Fleet(SPEC, ROWS, 2, fate) as fleet,
-        mock.patch.object(tracking, "_VALUES_PER_MESSAGE", values),
+        mock.patch.object(tracking, "VALUES_PER_MESSAGE", values),
     ):  # fmt: skip
         engine = NotingPipeline(TASK, fresh("host")._replace(tables=fleet.tables), **options)
         found, log, recovery = run(engine, Path(directory, "found"), scheme, fleet, armed.append)
@@ -589,7 +589,7 @@ def test_no_row_of_a_tracker_or_of_values_comes_to_the_trainer():
 def test_batches_are_tracked_many_in_a_message(monkeypatch):
     asked, plans = [], [plan(SPEC, batch_at(step).ids) for step in range(1, 33)]
     values = [sum(map(np.size, jax.tree.leaves([(one.unique, one.inverse) for one in of.values()]))) for of in plans]
-    monkeypatch.setattr(tracking, "_VALUES_PER_MESSAGE", sum(values[:16]))
+    monkeypatch.setattr(tracking, "VALUES_PER_MESSAGE", sum(values[:16]))
     with Fleet(SPEC, ROWS, 2, lambda server, _, verb, n: asked.append(server) or "") as fleet:
         tracker = RowTracker(SPEC, mfu(), 0.5, {})
         tracker.begin(fleet.tables, {})

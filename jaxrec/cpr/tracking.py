@@ -23,7 +23,7 @@ from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
 
 Values = Callable[[str], Any]  # stack -> its rows, in the form that `Priority` takes
-_VALUES_PER_MESSAGE = 1 << 22  # i32 of the plans that wait to be reported to servers at once, 16 MB
+VALUES_PER_MESSAGE = 1 << 22  # i32 of the plans that wait to be reported to servers at once, 16 MB
 
 
 class Trackers:
@@ -294,7 +294,7 @@ class RowTracker:
         """Start trackers of rows that all equal the saved ones; `known` is the result of `remember`, or empty."""
         budgets = {name: self.budget(name) for name in self.spec.stacks}
         if isinstance(remote := tables.hosted, RemoteTables):
-            self._values_per_call = 0 if self.scheme.tracks == "nothing" else _VALUES_PER_MESSAGE
+            self._values_per_call = 0 if self.scheme.tracks == "nothing" else VALUES_PER_MESSAGE
             self.trackers = ServerTrackers(self.scheme, remote, budgets, known)
         else:
             self._values_per_call = 0
