@@ -378,9 +378,8 @@ def check_case(config: Config, case: Case, number: int, seed: int) -> dict:
     options = threads | {"send": delayed.send, "fetch": delayed.fetch}
     sync = Pipeline(task, fresh_state(task), mode="sync", **options)
     oac = WatchedPipeline(
-        task, fresh_state(task), mode="oac", window=case.window, validation=case.validation,
-        **options,
-    )  # fmt: skip
+        task, fresh_state(task), mode="oac", window=case.window, validation=case.validation, **options
+    )
     equal_sync = same(train_case(sync, batches), expected)
     equal_oac = same(train_case(oac, batches), expected)
     counters = oac.counters

@@ -18,7 +18,6 @@ import numpy as np
 from jaxrec.cpr import counters
 from jaxrec.cpr.priority import Pick, Priority, budget_rows
 from jaxrec.embedding import EmbeddingSpec, RemoteTables, Tables
-from jaxrec.embedding.lookup import compact_plan
 from jaxrec.embedding.servers import ShardServer
 from jaxrec.types import Plan, ShardsLost
 
@@ -425,12 +424,14 @@ def without_rows(plan: Plan, dropped: np.ndarray, absent: int) -> Plan:
     """
     shards, padded = dropped.shape
     keep = ~dropped & (np.arange(padded) < np.asarray(plan.count)[:, None])
-    kept, place = compact_plan(plan, keep, padded, absent)
+    rows, unique = np.asarray(plan.unique), np.full(dropped.shape, absent, np.int32)
+    for shard, kept in enumerate(keep):
+        unique[shard, : kept.sum()] = rows[shard, kept]
     missing = shards * padded
-    place = np.where(keep, place + np.arange(shards)[:, None] * padded, missing)
-    place = np.append(place.reshape(-1), missing).astype(np.int32)
+    place = np.cumsum(keep, axis=1) - 1 + np.arange(shards)[:, None] * padded
+    place = np.append(np.where(keep, place, missing).reshape(-1), missing).astype(np.int32)
     inverse = {name: place[np.asarray(positions)] for name, positions in plan.inverse.items()}
-    return kept._replace(inverse=inverse, invalid=plan.invalid)
+    return Plan(unique, inverse, keep.sum(axis=1).astype(np.int32), plan.invalid)
 
 
 def in_ranges(plan, ranges):

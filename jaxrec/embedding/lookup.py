@@ -213,27 +213,6 @@ def is_plan_of(spec: EmbeddingSpec, stack: str, plan: Plan, ids: Mapping[str, np
     )  # fmt: skip
 
 
-def compact_plan(plan: Plan, keep: np.ndarray, size: int, rows: int) -> tuple[Plan, np.ndarray]:
-    """Compact a plan to a subset of its rows.
-
-    Args:
-      plan: Plan of one stack.
-      keep: bool[S, U], rows to keep.
-      size: C, padded rows per shard, at least the number of kept rows of any shard.
-      rows: V, marker for "no row".
-
-    Returns:
-      Plan [S, C] of the kept rows in their order, without `inverse`; and the new position of each row in its shard,
-      i32[S, U], 0 if not kept.
-    """
-    rows_of, unique = np.asarray(plan.unique), np.full((len(keep), size), rows, np.int32)
-    for shard, row in enumerate(keep):
-        found = rows_of[shard, row]
-        unique[shard, : len(found)] = found
-    place = np.where(keep, np.cumsum(keep, axis=1, dtype=np.int32) - 1, 0).astype(np.int32)
-    return Plan(unique, {}, keep.sum(axis=1).astype(np.int32), np.int32(0)), place
-
-
 # ---- on the devices
 
 
