@@ -4,6 +4,7 @@
     python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24    never run as a whole
     python experiments/shadowsync_quality.py --where processes                    4 trainers, really free-running
+    python experiments/shadowsync_quality.py --factors 0.5 1 2 --decay            each arm with rates of its own
 
 Claim (ShadowSync, arXiv 2003.03477): synchronised in the background, replicas lose no quality to the foreground. One
 pass over the examples, shared by n trainers; regime: free-running, EMULATED by studies/emulation.py, where n x m
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from main.cli import Flags, Run, bars, command_line, grid, paired_interval, plot, refuse, rule_of_ray, unread
-from main.click_data import Data, click_job, criteo_of_seeds, synthetic_clicks
+from main.click_data import ClickJob, Data, click_job, criteo_of_seeds, synthetic_clicks
 from main.model import make_model
 from main.pools import SharedStream
 from main.report import figures, number, scaled
@@ -48,6 +49,7 @@ from jaxrec.types import Batch, TrainState
 
 MARGIN = 0.0005  # of AUC
 SHARDS = 4  # of rows at servers
+TUNING_SEED = 1_000_000  # beyond those that are compared
 KEYS = ("arm", "trainers", "workers", "seed")  # of a row of metrics
 
 
@@ -64,6 +66,8 @@ class Config(Flags):
     """Training examples in total, over all trainers."""
     rows: int = 100_000
     """Total rows of all synthetic tables."""
+    curved: float = 0.0
+    """Share of what decides a synthetic click that no sum over fields or pairs of them can express."""
     trainers: tuple[int, ...] | None = None
     workers: int = 1
     arms: tuple[str, ...] | None = None
@@ -81,6 +85,12 @@ class Config(Flags):
     row_learning_rate: float = 0.05
     warmup_steps: int = 0
     """Steps of a trainer over which both rates rise linearly; needed with many examples in flight."""
+    decay: bool = False
+    """Whether both rates fall linearly to zero at the end."""
+    factors: tuple[float, ...] = ()
+    """Factors of both rates, of which each arm takes the best on --tuning-examples of a seed of their own."""
+    tuning_examples: int | None = None
+    """Default: an eighth of all."""
     width: int = 16
 
 
@@ -150,7 +160,7 @@ def make_quality_data(config: Config, size: Size) -> Callable[[int], Data]:
     if config.data == "synthetic":
         batch_size, tested = config.batch_size or 200, max(4, min(100, size.examples // 10_000))
         sizes = scaled_cardinalities(config.rows), batch_size, size.examples // batch_size
-        return lambda seed: synthetic_clicks(*sizes, config.seed + seed, tested, 2000)
+        return lambda seed: synthetic_clicks(*sizes, config.seed + seed, tested, 2000, curved=config.curved)
     assert config.path is not None
     return criteo_of_seeds(config.path, config.seed, config.batch_size or 128, examples=config.examples, padded=False)
 
@@ -165,30 +175,40 @@ class QualityJob:
 
     def __init__(self, config: Config, data: Callable[[int], Data]):
         keep_memory()
-        self.config, self.data, (cardinalities, *_) = config, data, data(0)
-        rise = lambda rate: lambda step: rate * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
-        optimizer = optax.adagrad(rise(config.learning_rate), initial_accumulator_value=0.0)
-        row_optimizer, model = rowwise_adagrad(rise(config.row_learning_rate)), make_model("small_dlrm", config.width)
-        self.job, self.job_at_servers = (
-            click_job(cardinalities, model, optimizer, row_optimizer, config.width, shards, config.seed)
-            for shards in (1, SHARDS)
-        )
-        self.eval_steps = {job.spec.shards: job.eval_step() for job in (self.job, self.job_at_servers)}
+        self.config, self.data = config, data
+        self.job_of = functools.cache(self._make)
 
-    def test(self, state: TrainState, seed: int) -> dict[str, float]:
+    def _make(self, steps: int | None, factor: float = 1.0, shards: int = 1) -> tuple[ClickJob, Callable]:
+        """Return the job, with rates that fall to zero in so many steps if any are given, and its evaluation step."""
+        config = self.config
+
+        def scheduled(rate):
+            rise = lambda step: rate * factor * jnp.minimum(1.0, (step + 1) / max(1, config.warmup_steps))
+            return (lambda step: rise(step) * jnp.maximum(0.0, 1 - step / steps)) if steps else rise
+
+        job = click_job(
+            self.data(0).cardinalities, make_model("small_dlrm", config.width),
+            optax.adagrad(scheduled(config.learning_rate), initial_accumulator_value=0.0),
+            rowwise_adagrad(scheduled(config.row_learning_rate)), config.width, shards, config.seed,
+        )  # fmt: skip
+        return job, job.eval_step()
+
+    def _test(self, state: TrainState, eval_step: Callable, seed: int) -> dict[str, float]:
         """Metrics of a state on the test data."""
-        spec = state.tables.spec
-        found = evaluate(state, planned(spec, self.data(seed).test()), self.eval_steps[spec.shards])
+        found = evaluate(state, planned(state.tables.spec, self.data(seed).test()), eval_step)
         return {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
-    def run(self, arm: str, trainers: int, workers: int, seed: int, gap: int | None = None) -> dict[str, Any]:
+    def run(
+        self, arm: str, trainers: int, workers: int, seed: int, factor: float = 1.0, gap: int | None = None
+    ) -> dict[str, Any]:
         """Train and evaluate one arm of one seed; a shadow's rounds take `gap` steps, or --shadow-steps."""
         config = self.config if gap is None else dataclasses.replace(self.config, shadow_steps=gap)
-        job, own = self.job, self.config.seed + seed
+        data, own = self.data(seed), self.config.seed + seed
+        job, eval_step = self.job_of(data.steps // trainers if config.decay else None, factor)
         tables = DeviceTables.create(dataclasses.replace(job.spec, seed=own), job.task.row_optimizer)
         emulation = Emulation(job.task, job.init(own), trainers, workers, script_of(arm, config), own, tables)
         start = time.perf_counter()
-        losses = emulation.run(self.data(seed).train(0))
+        losses = emulation.run(data.train(0))
         if self.config.last_rounds:
             emulation.finish()
         replicas = [dense.params for dense in emulation.dense]
@@ -199,7 +219,7 @@ class QualityJob:
             "example_level_parallelism": emulation.example_level_parallelism,
             "average_sync_gap": finite(emulation.average_sync_gap),
             "spread": replica_spread(jax.tree.map(lambda *x: jnp.stack(x), *replicas)),
-            **self.test(emulation.replica(0), seed),
+            **self._test(emulation.replica(0), eval_step, seed),
         }
 
     def run_in_processes(self, cluster: Cluster, arm: str, trainers: int, workers: int, seed: int) -> dict[str, Any]:
@@ -207,7 +227,7 @@ class QualityJob:
         script = script_of(arm, self.config)
         script = script if isinstance(script, Script) else None  # `check` has refused all_reduce
         in_background = script is not None and script.latency_ticks > 0
-        job, own, data = self.job_at_servers, self.config.seed + seed, self.data(seed)
+        (job, eval_step), own, data = self.job_of(None, shards=SHARDS), self.config.seed + seed, self.data(seed)
         stream = functools.partial(make_stream, self.config, size_of(self.config), seed)
         work = TrainerWork(
             dataclasses.replace(job.task, spec=dataclasses.replace(job.spec, seed=own)), job.init(own),
@@ -216,7 +236,7 @@ class QualityJob:
             self.config.pace_seconds if in_background else 0.0, workers,
         )  # fmt: skip
         with trained_pool(cluster, work, trainers) as (state, stats, _):
-            found = self.test(state, seed)
+            found = self._test(state, eval_step, seed)
         return {
             "regime": "free-running, measured",
             "seconds": stats.seconds,
@@ -248,14 +268,14 @@ def results_of_arms(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
     lies above (true) or below (false) -0.0005 AUC; absent while there are too few seeds. `auc_over_twin_ARM`: trainers
     in processes minus their emulation, whose rounds take the measured average sync gap.
     """
-    found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows}
-    seeds = sorted({row["seed"] for row in rows if ("one_replica", 1, row["seed"]) in found})
+    found = {(row["arm"], row["trainers"], row["seed"]): row for row in rows if row["seed"] != TUNING_SEED}
+    seeds = sorted({row["seed"] for row in found.values() if ("one_replica", 1, row["seed"]) in found})
     results: dict[str, Any] = {
         "regime": max(row["regime"] for row in rows),
         "evaluated": "trainer 0",
         "seeds": len(seeds),
     }
-    results["last_rounds"] = rows[0]["last_rounds"]
+    results["last_rounds"] = next(iter(found.values()))["last_rounds"]
 
     def values(arm: str, n: int, key: str) -> np.ndarray:
         return np.array([found[arm, n, seed][f"test_{key}"] for seed in seeds])
@@ -276,6 +296,8 @@ def results_of_arms(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
         results |= {f"relative_ne_percent_{at}": relative, f"relative_ne_percent_half_interval_{at}": relative_half}
         for key in ("average_sync_gap", "example_level_parallelism"):
             results[f"{key}_{at}"] = found[arm, n, seeds[0]][key]
+        if "factor" in found[arm, n, seeds[0]]:
+            results[f"factor_{at}"] = found[arm, n, seeds[0]]["factor"]
         results[f"spread_{at}"] = float(np.mean([found[arm, n, seed]["spread"] for seed in seeds]))
     for arm, n in (key for key in whole if (f"emulated_{key[0]}", key[1]) in whole):
         change, half = interval(values(arm, n, "auc") - values(f"emulated_{arm}", n, "auc"))
@@ -368,9 +390,10 @@ def check(config: Config, size: Size) -> None:
     processes, criteo = config.where == "processes", config.data == "criteo"
     refuse(unread(config, {
         "--where processes": (processes, ("pace_seconds",)),
-        "--where emulated": (not processes, ("last_rounds", "shadow_steps")),
+        "--where emulated": (not processes, ("last_rounds", "shadow_steps", "decay", "factors")),
         "--data criteo": (criteo, ("path",)),
-        "--data synthetic": (not criteo, ("rows",)),
+        "--data synthetic": (not criteo, ("rows", "curved", "factors")),  # there, no seed has data of its own
+        "--factors": (bool(config.factors), ("tuning_examples",)),
     }) | {
         "--data criteo needs --path: directories made by prepare.py.": criteo and not config.path,
         "rounds of a given gap, as of s_ma_5, are emulated: --where processes measures the gap.": (
@@ -394,13 +417,27 @@ def arms_to_run(config: Config, size: Size) -> list[tuple[str, int, int]]:
     return arms
 
 
-def run_arm(job: QualityJob, cluster: Cluster | None, rows: list[dict], key: tuple[str, int, int, int]) -> dict:
+def tuned(run: Run, job: QualityJob, arm: tuple[str, int, int], factors: Iterable[float]) -> float:
+    """Return the factor of both rates with the best AUC on the data of the tuning seed; trains what is not logged."""
+    key = dict(zip(KEYS, (*arm, TUNING_SEED), strict=True))
+    auc = {row["factor"]: row["test_auc"] for row in run.metrics() if key.items() <= row.items()}
+    for factor in factors:
+        if factor not in auc:
+            row = key | {"factor": factor} | run_arm(job, None, [], (*arm, TUNING_SEED), factor)
+            run.log(row)
+            auc[factor] = row["test_auc"]
+    return max(auc, key=auc.__getitem__)
+
+
+def run_arm(
+    job: QualityJob, cluster: Cluster | None, rows: list[dict], key: tuple[str, int, int, int], factor: float = 1.0
+) -> dict:
     """Train and evaluate one arm of one seed; `rows` are those of the arms before it."""
     arm, of = key[0], key[1:]
     if arm == "one_replica":
-        return job.run("none", *of)
+        return job.run("none", *of, factor)
     if cluster is None:
-        return job.run(*key)
+        return job.run(*key, factor)
     twin = arm.removeprefix("emulated_")
     if arm == twin:
         return job.run_in_processes(cluster, *key)
@@ -423,8 +460,15 @@ def main(config: Config) -> dict:
         arms = arms_to_run(config, size)
         todo = [key for seed in range(size.seeds) for arm in arms if (key := (*arm, seed)) not in done]
         same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
+        factors = {}
+        if config.factors:
+            part = size._replace(examples=config.tuning_examples or size.examples // 8)
+            on_part = QualityJob(config, make_quality_data(config, part))
+            factors = {arm: tuned(run, on_part, arm, config.factors) for arm in tqdm(arms, "tuning", disable=None)}
         for key in tqdm(todo, unit="arm", disable=None):
-            run.log(dict(zip(KEYS, key, strict=True)) | same | run_arm(job, cluster, run.metrics(), key))
+            of = {"factor": factors[key[:3]]} if factors else {}
+            row = run_arm(job, cluster, run.metrics(), key, *of.values())
+            run.log(dict(zip(KEYS, key, strict=True)) | same | of | row)
     results = results_of_arms(run.metrics(), len(config.path or [0]))
     draw(run.directory, results)
     run.close(results, table(results))

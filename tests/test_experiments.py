@@ -12,8 +12,10 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oac_time_to_accuracy
 import pytest
@@ -364,6 +366,46 @@ def test_shadowsync_quality_compares_every_way_with_one_replica(tmp_path):
     assert found["last_rounds"] and {row["last_rounds"] for row in logged(tmp_path)} == {True}
     wrong = run("shadowsync_quality", *flags[:3], tmp_path / "wrong", "--arms", "s_adam")
     assert wrong.returncode != 0 and "arm 's_adam'" in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+@pytest.mark.slow
+def test_shadowsync_quality_gives_each_arm_the_rates_that_suit_it(tmp_path):
+    flags = ("--seeds", 1, "--arms", "none", "s_ma-delta", "--factors", 0.05, 1, "--decay", "--curved", 0.5)
+    found, rows = smoke(tmp_path, "shadowsync_quality", *flags), logged(tmp_path)
+    assert len(rows) == 3 * 2 + 3 and found["seeds"] == 1  # the tuning seed is not compared
+    assert found["factor_none_trainers_4"] == found["factor_s_ma-delta_trainers_4"] == 1  # the other one hardly learns
+    assert {row["factor"] for row in rows[6:]} == {1}
+    smoke(tmp_path, "shadowsync_quality", *flags, "--resume")
+    assert logged(tmp_path) == rows
+
+
+def test_rates_of_a_job_fall_to_zero_where_asked():
+    def rates(steps, **flags):
+        config = shadowsync_quality.Config(preset="smoke", warmup_steps=2, **flags)
+        data = shadowsync_quality.make_quality_data(config, shadowsync_quality.size_of(config))
+        job, _ = shadowsync_quality.QualityJob(config, data).job_of(steps, 2.0)
+        fresh = {name: jnp.full((1, 1), slot.fill) for name, slot in job.task.row_optimizer.init(1).items()}
+        moved = lambda step: job.task.row_optimizer.update(jnp.ones((1, 1)), jnp.zeros((1, 1)), fresh, step)[0]
+        return [float(-moved(step)[0, 0]) / config.row_learning_rate for step in (0, 1, 5, 10)]
+
+    assert rates(None) == pytest.approx([1, 2, 2, 2])
+    assert rates(10) == pytest.approx([1, 1.8, 1, 0])
+
+
+def test_an_arm_takes_the_factor_with_the_best_auc_and_trains_what_is_not_logged():
+    class Log:
+        rows: ClassVar[list] = []
+        metrics = staticmethod(lambda: list(Log.rows))
+        log = staticmethod(lambda row: Log.rows.append(row))
+
+    class Job:
+        run = staticmethod(lambda arm, n, workers, seed, factor: {"test_auc": 0.7 - abs(factor - 1.1) / 10})
+
+    arm = ("s_ma", 4, 1)
+    assert shadowsync_quality.tuned(Log, Job, arm, (0.5, 1, 2)) == 1
+    Log.rows[0]["test_auc"] = 0.8
+    assert shadowsync_quality.tuned(Log, Job, arm, (0.5, 1, 2, 4)) == 0.5 and len(Log.rows) == 4
+    assert shadowsync_quality.tuned(Log, Job, ("s_ma", 8, 1), (2, 4)) == 2 and len(Log.rows) == 6
 
 
 @pytest.mark.slow
