@@ -54,7 +54,7 @@ def test_law_of_equality(data):
     mesh = jaxrec.make_mesh(devices=jax.devices()[:devices])
     overlap = data.draw(st.sampled_from(["full", "some", "none"]))
     batches = make_batches(data.draw(st.integers(1, 12)), spec, seed=data.draw(st.integers(0, 9)), overlap=overlap)
-    threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
+    threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers")}
     validation = data.draw(st.sampled_from(["planned", "device"]))
     window = data.draw(st.integers(1, 8), label="window")
     _, found = train(batches, spec, mesh, window=window, validation=validation, **threads)
@@ -192,7 +192,7 @@ def test_the_window_bounds_what_is_in_flight():
     window, seen = 3, []
 
     def look():
-        seen.append(batch_in_work() - (pipeline.flight.watermark() - pipeline.flight.first))
+        seen.append(batch_in_work() - (pipeline.flight.written - pipeline.flight.first))
 
     batches, state = make_batches(20), watched(make_state(), before_read=look)
     held = HeldBack(window, 20)

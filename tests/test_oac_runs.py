@@ -35,7 +35,6 @@ from oac_task import (
     reset,
     states_of,
     task_of,
-    train,
     watched,
 )
 from step_callbacks import at_step
@@ -91,14 +90,6 @@ def test_batches_planned_after_exclusive_take_nothing_of_before_from_the_ring(op
     assert same((pipeline.state, losses), plain_loop(batches, after=reset_at(7)))
 
 
-@pytest.mark.parametrize(("mode", "window", "delay"), [("async", 3, 3), ("semisync", None, 1)])
-def test_of_two_writers_each_adds_its_own_shards(mode, window, delay):
-    batches = make_batches(16)
-    options = {"window": window} if window else {}
-    _, found = train(batches, mode=mode, writers=2, **options)
-    assert same(found, plain_loop(batches, delay=delay))
-
-
 def test_exclusive_waits_for_a_cut_that_is_being_saved():
     """Between the commits of the snapshot's step and of the next one nothing else blocks `exclusive`."""
     batches, snapshots, inside = make_batches(12), [], threading.Event()
@@ -131,7 +122,7 @@ class Looking(Flight):
     def take(self, stage, ready):
         def look(number):
             found = ready(number)
-            if stage == 0 and number in self.items and self.items[number].fetched:
+            if stage == "write back" and number in self.items and self.items[number].fetched:
                 self.looked_at.add(number)
             return found
 
@@ -173,7 +164,7 @@ def test_write_backs_that_end_during_a_gather_are_not_taken_for_seen(validation)
         sent = held.send(tree, placement)  # `held` then releases the write of the window's oldest batch
         if not isinstance(tree[1], jaxrec.Batch):  # rows
             flight, oldest = pipeline.flight, pipeline.flight.first + batch_in_work() - window
-            until(lambda: oldest < flight.first or flight.watermark() > oldest)
+            until(lambda: oldest < flight.first or flight.written > oldest)
         return sent
 
     options = {"window": window, "loaders": 1, "validation": validation}
@@ -248,7 +239,7 @@ def test_every_mode_brings_a_shard_back_and_ends_as_the_loop(death, options):
 
 
 def test_async_brings_shards_back_too():
-    pipeline, reviver, losses = train_failing(failing(("read", 5, 1), ("write", 9, 2)), mode="async", writers=2)
+    pipeline, reviver, losses = train_failing(failing(("read", 5, 1), ("write", 9, 2)), mode="async")
     # In one recovery or two: a write of an older batch may meet its death during the read.
     assert {shard for _, shards in reviver.lost for shard in shards} == {1, 2} and np.isfinite(losses).all()
     assert all(np.isfinite(a).all() for s in pipeline.tables.shards.values() for parts in s for a in parts.values())
@@ -304,7 +295,7 @@ def test_what_is_written_when_a_shard_is_known_to_be_lost_does_not_go_there():
             until(lambda: flight.lost_shards or reviver.lost)
         return jax.tree.map(np.asarray, tree)
 
-    reached = lambda flight: flight.committed - flight.first >= 6 and min(flight.written) - flight.first >= 5
+    reached = lambda flight: flight.committed - flight.first >= 6 and flight.written - flight.first >= 5
     before = lambda flight: until(lambda: reached(flight))  # writes in flight hit the loss
     reviver = Reviver()
     with pipeline_over_waiting(("read", 8, 1), before, callbacks=[reviver], fetch=fetch) as pipeline:
@@ -377,7 +368,7 @@ def test_a_cut_that_meets_lost_shards_is_saved_once_they_are_back(how):
 def test_a_run_that_loses_shards_is_that_of_a_loop_that_loses_them_at_the_same_steps(data):
     mode = data.draw(st.sampled_from(["oac", "oac", "oac", "sync", "semisync"]), label="mode")
     options = {"window": data.draw(st.integers(1, 5), label="window")} if mode == "oac" else {"window": None}
-    options |= {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers", "writers")}
+    options |= {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers")}
     if mode == "oac":
         options["validation"] = data.draw(st.sampled_from(["planned", "device"]), label="validation")
     death = st.tuples(st.sampled_from(["read", "write"]), st.integers(0, STEPS), st.integers(0, 3))
@@ -527,37 +518,6 @@ def refuses_everything(pipeline, dense_step, table_steps):
         assert f"dense state stands at step {dense_step}" in str(broken)
         assert any(isinstance(error, Broken) for error in chain(broken)), ask
     pipeline.close()
-
-
-# ---- O6: with several writers the tables may stand at several steps, which are reported
-
-
-def test_two_writers_and_a_failed_write_leave_the_tables_at_steps_that_are_said():
-    done = threading.Event()
-
-    def write(shards):
-        number = batch_in_work()
-        if shards[0] == 1 and number == 2:  # once the other writer is ahead
-            assert done.wait(60)
-            raise Broken
-        if shards[0] == 0 and number == 4:
-            done.set()
-
-    batches = make_batches(16)
-    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_write=write), window=5, writers=2)
-    with pytest.raises(Broken) as raised, pipeline:
-        list(pipeline.run(batches))
-    assert "in stage 'write back' of the pipeline, batch 2" in all_notes(raised.value)
-    with pytest.raises(RuntimeError, match="the shards of the tables at steps") as broken:
-        pipeline.drain()
-    steps, states = broken.value.table_steps, states_of(batches)
-    assert steps[1] == steps[3] == 2 and steps[0] == steps[2] >= 4
-    for name, shards in pipeline.tables.shards.items():
-        for shard, parts in enumerate(shards):
-            for part, array in parts.items():
-                np.testing.assert_array_equal(array, states[steps[shard]].tables.shards[name][shard][part])
-    assert (pipeline.tables.puts[:, 1] == steps).all()
-    refuses_everything(pipeline, int(pipeline.state.dense.step), steps)
 
 
 # ---- O5: all batches before the failed one are trained, and the pipeline can continue
@@ -1086,24 +1046,21 @@ def test_of_two_lost_batches_the_tables_are_said_to_be_at_the_earlier_one():
     refuses_everything(pipeline, pipeline.step, [2] * 4)
 
 
-def test_of_two_failed_writes_the_first_is_told():
-    later, told = threading.Event(), threading.Event()
+def test_of_a_failed_fetch_and_a_failed_write_the_first_is_told():
+    def fetch(tree):
+        if batch_in_work() == 5:
+            raise KeyError("first")
+        return to_host(tree)
 
     def write(shards):
-        number = batch_in_work()
-        if (shards[0], number) == (0, 3):
-            assert later.wait(60)
-            told.set()
-            raise Broken
-        if (shards[0], number) == (1, 5):
-            later.set()
-            assert told.wait(60)
+        if batch_in_work() == 3:
             until(lambda: pipeline.flight.error is not None)
-            raise KeyError("second")
+            raise Broken
 
-    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_write=write), window=8, writers=2)
-    with pytest.raises(Broken), pipeline:
+    pipeline = Pipeline(task_of(SPEC), watched(make_state(), before_write=write), window=8, fetch=fetch)
+    with pytest.raises(KeyError, match="first"), pipeline:
         list(pipeline.run(make_batches(16)))
+    assert pipeline.flight.lost_from == pipeline.flight.first + 3
 
 
 def test_drain_in_another_thread_than_that_of_the_step_is_refused():

@@ -120,11 +120,7 @@ def test_rows_travel_when_they_are_looked_at_and_only_those():
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "sync"}, {"window": 3}, {"window": 3, "writers": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"mode": "sync"}, {"window": 3}], ids=str)
 def test_the_pipeline_over_servers_is_a_plain_loop_bit_for_bit(servers, options):
     batches = make_batches(14)
     state = make_state()._replace(tables=remote(OAC_SPEC, ROWS, servers))
@@ -341,7 +337,7 @@ def test_random_deaths_end_as_serial_that_loses_the_same_shards_at_those_steps(d
     death = st.tuples(st.integers(0, 1), st.integers(1, 2), verbs, st.integers(0, 20))
     deaths = data.draw(st.dictionaries(death, st.sampled_from(["die", "answer and die"]), min_size=1, max_size=4))
     scheme = data.draw(st.sampled_from(list(SCHEMES)), label="scheme")
-    options = {"window": data.draw(st.integers(1, 5), label="window"), "writers": data.draw(st.integers(1, 2))}
+    options = {"window": data.draw(st.integers(1, 5), label="window")}
     values = data.draw(st.sampled_from([1, 1 << 22]), label="values of a message")  # one batch, or all of them
     armed = []  # from the first batch on: no recovery has begun before
 

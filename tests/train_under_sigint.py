@@ -23,7 +23,7 @@ from jaxrec.oac import Pipeline
 BATCHES = make_batches(20)
 OPTIONS = [
     {"window": 3},
-    {"window": 3, "loaders": 3, "writers": 2},
+    {"window": 3, "loaders": 3},
     {"mode": "sync"},
     {"window": 4, "validation": "device"},
 ]

@@ -177,7 +177,7 @@ def break_one(problem: Problem, kind: str, rng: np.random.Generator) -> tuple[st
 
 
 def _pipeline(problem, kind, trap, rng):
-    threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers", "writers")}
+    threads: dict[str, Any] = {name: int(rng.integers(1, 4)) for name in ("loaders", "fetchers")}
 
     def send(tree, placement):
         if kind == "send":

@@ -5,9 +5,8 @@ step for it, over rows that the devices move. Start with `ring`, which is pure, 
 equations; then read `overlap`, or `pipeline`, which begins with an overview of the stages.
 """
 
-from jaxrec.oac.options import memory_bytes
 from jaxrec.oac.overlap import Overlap
 from jaxrec.oac.pipeline import Pipeline
 from jaxrec.oac.ring import Ring, append, commit, init, replay, validate
 
-__all__ = ["Overlap", "Pipeline", "Ring", "append", "commit", "init", "memory_bytes", "replay", "validate"]
+__all__ = ["Overlap", "Pipeline", "Ring", "append", "commit", "init", "replay", "validate"]

@@ -1,9 +1,8 @@
 """The batches of one run in flight, the threads that move them, and the counters that decide which thread may go on.
 
     planned >= next["load"], committed >= next["fetch"] >= written      numbers of batches, in batch order
-    admission: batch t is gathered when all writers have written all batches up to t - 1 - W
-    order: a writer writes batch by batch, each its own shards
-    watermark: the first batch that some writer has not written
+    admission: batch t is gathered when all batches up to t - 1 - W are written
+    order: batches are written one after the other
 
 Failures: before the commit nothing is lost, so all batches before the failed one are committed, and then its error is
 raised; after the commit rows are lost, and only the batches before the failed one are still written. While shards are
@@ -49,11 +48,9 @@ class Flight:
     def __init__(self, stages: Stages, stream: Stream, first: int = 0, lost_shards: Collection[int] = ()):
         self.stages, self.options, self.stream, self.first = stages, stages.options, stream, first
         self.changed = threading.Condition()
-        self.items: dict[int, Item] = {}  # planned and not written by all writers
-        self.planned = self.committed = first
-        self.written = [first] * self.options.writers
-        # Number of the next batch to load and to fetch, and of each writer.
-        self.next: dict[str | int, int] = {"load": first, "fetch": first, **dict(enumerate(self.written))}
+        self.items: dict[int, Item] = {}  # planned and not written
+        self.planned = self.committed = self.written = first
+        self.next = {"load": first, "fetch": first, "write back": first}
         self.floor = first  # the ring lacks batches before it
         self.gathering = 0  # gathers in progress
         self.paused = self.stopped = False
@@ -65,10 +62,6 @@ class Flight:
         self.lost_from = 2**63
         self.snapshot_error: BaseException | None = None  # of the first snapshot that could not be saved
         self.threads: list[Worker] = []
-
-    def watermark(self) -> int:
-        """Return the first batch that some writer has not written."""
-        return min(self.written)
 
     @contextlib.contextmanager
     def _changing(self):
@@ -87,9 +80,8 @@ class Flight:
             self._start("load", self._load)
         for _ in range(self.options.fetchers):
             self._start("fetch", self._fetch)
-        for writer in range(self.options.writers):
-            # They hold `use`, so that the tables count as in use even if the pipeline is garbage before they end.
-            self._start("write back", self._write, writer, use)
+        # It holds `use`, so that the tables count as in use even if the pipeline is garbage before it ends.
+        self._start("write back", self._write, use)
 
     def _start(self, stage, act, *args):
         worker = Worker(stage, self._work, act, *args)
@@ -119,7 +111,7 @@ class Flight:
         """Return the note that names the stage and batch of an error."""
         return f"in stage '{stage}' of the pipeline, batch {batch} of this run"
 
-    def take(self, stage: str | int, ready: Callable[[int], bool]) -> Item | None:
+    def take(self, stage: str, ready: Callable[[int], bool]) -> Item | None:
         """Wait until the next batch of a stage is ready for it; return it, or None if there will be no more."""
         number = lambda: self.next[stage]
         never = lambda: number() >= self.lost_from or (self.stopped and number() >= self.committed)
@@ -184,14 +176,14 @@ class Flight:
     def admit(self, item: Item) -> bool:
         """Wait until a batch may be gathered; return False if `restart` has replaced the item."""
         void = lambda: self.stopped or self.items.get(item.number) is not item
-        written = lambda: self.watermark() >= item.number - self.options.window
+        written = lambda: self.written >= item.number - self.options.window
         with self.changed:
             self.changed.wait_for(lambda: void() or (written() and not self.paused and not self.lost_shards))
             if void():
                 return False
-            # Atomic with reading the watermark, as rows written from here on may be read torn.
+            # Atomic with reading `written`, as rows written from here on may be read torn.
             self.gathering += 1
-            item.floor, item.watermark = self.floor, max(self.watermark(), self.floor)
+            item.floor, item.watermark = self.floor, max(self.written, self.floor)
             return True
 
     def _gather(self, item):
@@ -220,21 +212,20 @@ class Flight:
             item.fetched = True
         return True
 
-    def _write(self, worker, writer, use):
-        if (item := self.take(writer, self._may_write)) is None:
+    def _write(self, worker, use):
+        if (item := self.take("write back", self._may_write)) is None:
             return False
         worker.batch = item.number - self.first
-        shards = range(writer, self.stages.tables.spec.shards, self.options.writers)
+        shards = set(range(self.stages.tables.spec.shards)) - self.lost_shards
         try:
-            self.stages.write(item, [shard for shard in shards if shard not in self.lost_shards])
+            self.stages.write(item, sorted(shards))
         except ShardsLost as lost:  # the other shards are written
             # Before the write is counted; otherwise a batch admitted by it might be gathered without it.
             self.mark_lost(lost.shards)
         with self._changing():
-            self.count_written(writer, item.number)
-            if min(self.written) > item.number:
-                # The thread that has committed it may still reference the batch.
-                self.items.pop(item.number).rows = None
+            self.count_written(item.number)
+            # The thread that has committed it may still reference the batch.
+            self.items.pop(item.number).rows = None
         return True
 
     def _may_write(self, number):
@@ -247,9 +238,9 @@ class Flight:
         # In semisync the next batch is gathered without this one.
         return following is not None and (following.gathered or following.over is not None)
 
-    def count_written(self, writer: int, number: int) -> None:
-        """Count a batch as written by a writer; the caller holds the lock."""
-        self.written[writer] = number + 1
+    def count_written(self, number: int) -> None:
+        """Count a batch as written; the caller holds the lock."""
+        self.written = number + 1
 
     def lose_rows(self, number: int, error: BaseException) -> None:
         """Mark the rows of committed batches from a number on as lost."""
@@ -285,7 +276,7 @@ class Flight:
 
     def drain(self) -> None:
         """Wait until all committed batches whose rows are not lost are written."""
-        self.wait(lambda: self.watermark() >= min(self.committed, self.lost_from))
+        self.wait(lambda: self.written >= min(self.committed, self.lost_from))
 
     def pause(self) -> None:
         """Admit no further gathers, and wait until none is in progress."""
@@ -330,7 +321,7 @@ class Flight:
         worker.batch = limit - 1 - self.first
         try:
             with self.changed:
-                written = lambda: self.watermark() >= min(limit, self.lost_from)
+                written = lambda: self.written >= min(limit, self.lost_from)
                 self.changed.wait_for(lambda: self.lost_shards or written())
             if self.lost_shards:
                 raise ShardsLost(self.lost_shards)

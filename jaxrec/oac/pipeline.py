@@ -1,12 +1,12 @@
 """The pipeline: several batches over host tables in flight, committed in order, with the results of serial execution.
 
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
-    planner  `---------------- loaders ----------------'   caller   fetchers  writers            thread
+    planner  `---------------- loaders ----------------'   caller   fetchers  writer             thread
 
 The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather when all but the last W
-batches are written. The caller's thread commits in batch order: replay stale rows, update, append to the ring. Writers
-put final rows in batch order, each to its own shards. `stages` defines the work on a batch, and holds what is trained;
-`flight` has the threads of one run, and decides when they may go on; `guard` keeps lagging tables from being read.
+batches are written. The caller's thread commits in batch order: replay stale rows, update, append to the ring. The
+writer puts final rows in batch order. `stages` defines the work on a batch, and holds what is trained; `flight` has the
+threads of one run, and decides when they may go on; `guard` keeps lagging tables from being read.
 
 Legend: W window.
 """
@@ -68,13 +68,11 @@ class Pipeline(Engine):
         `jax.device_put`.
       fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait,
         from a GPU through pinned memory.
-      loaders, fetchers, writers: number of threads of each kind; each writer has its own shards.
+      loaders, fetchers: number of threads of each kind.
       ahead: number of batches planned, and their inputs sent, before admission.
       validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on
         the device, as in the abstract of OAC. Both give the same values.
       capacity: initial {stack: U} of the plans, as for `Serial`.
-
-    Memory: see `memory_bytes`.
 
     Attributes:
       counters: totals of all runs: `batches` fetched, their `rows`, `stale_rows` and `patched_rows`; `bytes_sent` and
@@ -92,14 +90,12 @@ class Pipeline(Engine):
     def __init__(
         self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *, mode: str = "oac",
         window: int | None = None, send: Callable | None = None, fetch: Callable | None = None,
-        loaders: int = 2, fetchers: int = 1, writers: int = 1, ahead: int = 2, validation: str = "planned",
+        loaders: int = 2, fetchers: int = 1, ahead: int = 2, validation: str = "planned",
         capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__(callbacks)
         state = with_unguarded_tables(state)
-        options = check_options(
-            mode, window, validation, loaders=loaders, fetchers=fetchers, writers=writers, ahead=ahead
-        )
+        options = check_options(mode, window, validation, loaders=loaders, fetchers=fetchers, ahead=ahead)
         self.mode, self.window = options.mode, options.window
         mesh = checked_mesh(task, state)
         self._stages = self.stages_type(task.checked_update, state, mesh, options, send, fetch, capacity)
