@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ import numpy as np
 import optax
 import pytest
 from homes import dense_table, each_part, tables_in
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from strategies import TABLES, chosen, examples, small_spec
 
@@ -107,6 +108,23 @@ def test_restores_to_every_home_mesh_and_number_of_shards(tmp_path, source, opti
             template = make(target, other, optimizer, devices_there)
             same = jax.tree.map(lambda a, b: a.sharding == b.sharding, found, template)
             assert all(jax.tree.leaves(same))
+
+
+@settings(max_examples=examples(3, 20), deadline=None)
+@example(65_537)
+@example(2 * 32_771)
+@given(rows=st.integers(50_000, 150_000))
+def test_an_image_has_few_files_whatever_the_number_of_rows(rows):
+    """Orbax divides arrays into equal chunks: of a prime number of rows, each was a file."""
+    chunk_bytes, spec = 1 << 20, EmbeddingSpec({"a": Table(rows, 16)}, {"a": Lookup("a")}, shards=1)
+    state = make("host", spec, seed=1)
+    with tempfile.TemporaryDirectory() as directory, mock.patch("jaxrec.checkpoint.format.CHUNK_BYTES", chunk_bytes):
+        path = Path(directory) / "step_00000012"
+        files = write_image(path, snapshot(state)).files
+        found, _ = restore(path, make("host", spec))
+    named = [name for name in files if "/rows.width_16.0000.value/" in name]
+    assert 2 <= len(named) <= 2 + rows * 64 // chunk_bytes, len(named)
+    assert_same(state, found, spec)
 
 
 LARGER = {"new": Table(3, 4), "a": Table(33, 4), "wide": Table(6, 9), "b": Table(5, 4), "w": Table(60, 1)}

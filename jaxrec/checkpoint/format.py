@@ -83,7 +83,7 @@ logging.getLogger("absl").addFilter(lambda record: not any(text in record.getMes
 
 FORMAT = 2  # version of the manifest
 _ARRAYS, CHAIN = "arrays", "chain.json"
-_CHUNK_BYTES, PIECE_BYTES = 1 << 26, 1 << 27
+CHUNK_BYTES, PIECE_BYTES = 1 << 26, 1 << 27
 _READERS = 4  # threads that verify files: checksums release the GIL
 # File-system blocks: besides its data, a leaf takes a directory and a metadata file.
 _BLOCK_BYTES, _BLOCKS_PER_LEAF = 4096, 3
@@ -242,7 +242,7 @@ def _write_arrays(directory, arrays):
     if needs > free:
         said = f"{os.strerror(errno.ENOSPC)}: {needs} bytes are to be written, {free} are free"
         raise OSError(errno.ENOSPC, said, str(directory))
-    save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in arrays}
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(array)) for name, array in arrays.items()}
     try:
         with _orbax() as orbax:
             orbax.save(directory.resolve(), ocp.args.PyTreeSave(arrays, save_args=save_args))
@@ -252,6 +252,17 @@ def _write_arrays(directory, arrays):
         full = "No space left" in str(error) or "RESOURCE_EXHAUSTED" in str(error)
         number = errno.ENOSPC if full else errno.EIO
         raise OSError(number, os.strerror(number), str(directory)) from error
+
+
+def _chunk_bytes(array):
+    """Return the size of an array's files: the least from CHUNK_BYTES on that divides its longest axis.
+
+    Orbax divides axes into equal chunks only: with an upper bound in its place, each row of a prime number of rows
+    became a file.
+    """
+    longest, most = max(array.shape, default=1), max(1, array.nbytes // CHUNK_BYTES)
+    chunks = next(number for number in range(most, 0, -1) if longest % number == 0)
+    return max(CHUNK_BYTES, array.nbytes // chunks)
 
 
 def needed(directory: str | Path) -> set[str]:
