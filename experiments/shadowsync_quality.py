@@ -88,9 +88,8 @@ class Config(Flags):
     decay: bool = False
     """Whether both rates fall linearly to zero at the end."""
     factors: tuple[float, ...] = ()
-    """Factors of both rates, of which each arm takes the best on --tuning-examples of a seed of their own."""
-    tuning_examples: int | None = None
-    """Default: an eighth of all."""
+    """Factors of both rates, of which each arm takes the best with a seed of their own, on as many examples, as smaller
+    ones are best on fewer."""
     width: int = 16
 
 
@@ -393,7 +392,6 @@ def check(config: Config, size: Size) -> None:
         "--where emulated": (not processes, ("last_rounds", "shadow_steps", "decay", "factors")),
         "--data criteo": (criteo, ("path",)),
         "--data synthetic": (not criteo, ("rows", "curved", "factors")),  # there, no seed has data of its own
-        "--factors": (bool(config.factors), ("tuning_examples",)),
     }) | {
         "--data criteo needs --path: directories made by prepare.py.": criteo and not config.path,
         "rounds of a given gap, as of s_ma_5, are emulated: --where processes measures the gap.": (
@@ -418,7 +416,7 @@ def arms_to_run(config: Config, size: Size) -> list[tuple[str, int, int]]:
 
 
 def tuned(run: Run, job: QualityJob, arm: tuple[str, int, int], factors: Iterable[float]) -> float:
-    """Return the factor of both rates with the best AUC on the data of the tuning seed; trains what is not logged."""
+    """Return the factor of both rates with the best AUC with the tuning seed; trains what is not logged."""
     key = dict(zip(KEYS, (*arm, TUNING_SEED), strict=True))
     auc = {row["factor"]: row["test_auc"] for row in run.metrics() if key.items() <= row.items()}
     for factor in factors:
@@ -462,9 +460,7 @@ def main(config: Config) -> dict:
         same = {"evaluated": "trainer 0", "last_rounds": config.last_rounds}
         factors = {}
         if config.factors:
-            part = size._replace(examples=config.tuning_examples or size.examples // 8)
-            on_part = QualityJob(config, make_quality_data(config, part))
-            factors = {arm: tuned(run, on_part, arm, config.factors) for arm in tqdm(arms, "tuning", disable=None)}
+            factors = {arm: tuned(run, job, arm, config.factors) for arm in tqdm(arms, "tuning", disable=None)}
         for key in tqdm(todo, unit="arm", disable=None):
             of = {"factor": factors[key[:3]]} if factors else {}
             row = run_arm(job, cluster, run.metrics(), key, *of.values())
