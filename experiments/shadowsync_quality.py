@@ -4,7 +4,7 @@
     python experiments/shadowsync_quality.py --data criteo --path train.prepared  made by prepare.py
     python experiments/shadowsync_quality.py --preset paper --trainers 20 --workers 24    never run as a whole
     python experiments/shadowsync_quality.py --where processes                    4 trainers, really free-running
-    python experiments/shadowsync_quality.py --factors 0.5 1 2 --decay            each arm with rates of its own
+    python experiments/shadowsync_quality.py --factors 1 4 16 --decay             each arm with rates of its own
 
 Claim (ShadowSync, arXiv 2003.03477): synchronised in the background, replicas lose no quality to the foreground. One
 pass over the examples, shared by n trainers; regime: free-running, EMULATED by studies/emulation.py, where n x m
@@ -463,7 +463,7 @@ def main(config: Config) -> dict:
             factors = {arm: tuned(run, job, arm, config.factors) for arm in tqdm(arms, "tuning", disable=None)}
         for key in tqdm(todo, unit="arm", disable=None):
             of = {"factor": factors[key[:3]]} if factors else {}
-            row = run_arm(job, cluster, run.metrics(), key, *of.values())
+            row = run_arm(job, cluster, run.metrics(), key, **of)
             run.log(dict(zip(KEYS, key, strict=True)) | same | of | row)
     results = results_of_arms(run.metrics(), len(config.path or [0]))
     draw(run.directory, results)

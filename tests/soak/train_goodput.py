@@ -1,6 +1,6 @@
 """Compare what failures cost a run of train.py that is restarted by hand with what they cost one that recovers.
 
-    python tests/soak/train_goodput.py                   4 GB of rows at 8 servers; half an hour
+    python tests/soak/train_goodput.py                   4 GB of rows at 8 servers; 40 minutes
     python tests/soak/train_goodput.py --preset smoke    small tables; five minutes
 
 Arms: `none`, without kills and saves; `restart`, where driver and servers are killed (`kill -9`) and the same command
