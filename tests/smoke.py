@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+EXPERIMENTS, SOAK = Path(__file__).parent.parent / "experiments", Path(__file__).parent / "soak"
 
 
 def run(name, *flags, cwd=None):
-    command = [sys.executable, EXPERIMENTS / f"{name}.py", *map(str, flags)]
+    (script,) = (path for directory in (EXPERIMENTS, SOAK) if (path := directory / f"{name}.py").exists())
+    command = [sys.executable, script, *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 

@@ -18,11 +18,10 @@ from cluster_work import SCHEMES, Kill
 from hypothesis import given
 from hypothesis import strategies as st
 from main.cli import refuse_small
+from smoke import results, run, smoke
 from studies.pool_kills import PoolKiller, pool_figures
 from studies.recovery_overheads import ARMS
 from studies.server_kills import alive_after
-
-SOAK = Path(__file__).parent / "soak"
 
 
 @given(
@@ -125,10 +124,7 @@ def test_without_ray_it_says_so(monkeypatch):
 @pytest.mark.xdist_group("ray")
 def test_all_arms_are_killed_and_end_with_the_bits_of_serial(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, SOAK / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = smoke(tmp_path, "cluster_failures")
     assert found["kills"] == 4 and found["survivors_bit_identical"] and found["equal_to_serial"]
     assert found["vanilla_differs_from_none"]  # negative control
     assert all(found[f"{arm}_shards_failed"] == 4 for arm in ARMS[1:]) and found["full_lost_steps"] > 0
@@ -190,11 +186,8 @@ def test_a_pool_is_killed_in_turn_and_each_kill_is_over_when_every_trainer_that_
 @pytest.mark.xdist_group("ray")
 def test_every_kind_of_process_of_a_pool_is_killed_in_one_run_and_no_example_is_missing(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, SOAK / "cluster_failures.py", "--preset", "smoke", "--workdir", tmp_path]
-    more = ["--kill", "trainers", "servers", "sync", "--kills", "3", "--steps", "300"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    kills = "--kill trainers servers sync --kills 3 --steps 300".split()
+    found = smoke(tmp_path, "cluster_failures", *kills)
     assert [found[f"killed_{kind}_kills"] for kind in ("trainer", "server", "sync_server")] == [1, 1, 1]
     assert found["none_accounting_exact"] and found["killed_accounting_exact"] and found["killed_examples_lost"] == 0
     assert found["none_kills"] == 0 and found["killed_trainer_seconds_until_all_step"] > 0
@@ -224,8 +217,7 @@ def test_a_process_that_lives_on_is_named():
 @pytest.mark.xdist_group("ray")
 def test_eight_random_kills_leave_nothing_wrong_and_nothing_behind(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    command = [sys.executable, SOAK / "cluster_soak.py", "--kills", "8", "--workdir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("cluster_soak", "--kills", 8, "--workdir", tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = results(tmp_path)
     assert found["kills"] >= 8 and found["wrong"] == found["directories_left"] == 0 and found["runs"] >= 2

@@ -1,10 +1,5 @@
 """The measured overhead of saves and failures: its accounts, its kills, its predictions; the job itself is slow."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from cluster_overhead import (
@@ -24,8 +19,7 @@ from cluster_work import Kill, with_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from main.cli import refuse_small
-
-SOAK = Path(__file__).parent / "soak"
+from smoke import logged, smoke
 
 
 @given(
@@ -146,14 +140,10 @@ def test_flags_that_do_not_go_together_are_refused_before_anything_begins(flags,
 @pytest.mark.xdist_group("ray")
 def test_both_arms_are_killed_and_a_resumed_run_keeps_what_has_ended(tmp_path):
     pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
-    flags = "--preset smoke --minutes 0.2 --mtbf-minutes 0.08 --target-pls 0.3 --arms full mfu".split()
-    command = [sys.executable, SOAK / "cluster_overhead.py", *flags, "--workdir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    flags = "--minutes 0.2 --mtbf-minutes 0.08 --target-pls 0.3 --arms full mfu".split()
+    found = smoke(tmp_path, "cluster_overhead", *flags)
     assert found["full_kills"] > 0 and found["mfu_kills"] > 0 == found["mfu_repeating_percent"]
-    kinds = [(json.loads(line)["kind"], json.loads(line)["arm"]) for line in open(tmp_path / "metrics.jsonl")]
+    kinds = [(row["kind"], row["arm"]) for row in logged(tmp_path)]
     assert kinds == [(kind, arm) for kind in ("trial", "predicted", "measured") for arm in ("full", "mfu")]
     (tmp_path / "results.json").unlink()
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True)  # trains nothing
-    assert done.returncode == 0 and json.loads((tmp_path / "results.json").read_text()) == found, done.stderr
+    assert smoke(tmp_path, "cluster_overhead", *flags, "--resume") == found  # trains nothing

@@ -494,7 +494,7 @@ def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
 
 @pytest.mark.slow
 def test_shadowsync_stands_stress(tmp_path):
-    found = smoke(tmp_path, "../tests/soak/shadowsync_soak")
+    found = smoke(tmp_path, "shadowsync_soak")
     assert found["wrong"] == found["torn_values"] == found["threads_left"] == 0
     assert found["conserved_sum_error_max"] < 1e-5 and found["rounds"] > 20
     assert {row["rule"] for row in logged(tmp_path)} == set(shadowsync_soak.RULES)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from smoke import smoke
 from two_hosts import PORT, ray_environment, ray_on, two_hosts
 
 pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip install -e '.[cluster]'")
@@ -82,10 +83,7 @@ def test_a_run_whose_servers_have_no_host_any_more_ends_and_says_so(found):
 def test_a_short_cut_of_the_link_keeps_the_bits_and_so_does_a_slow_one(hosts, tmp_path):
     if not shutil.which("tc"):
         pytest.skip("tc of iproute2 is not installed")
-    command = [sys.executable, HERE / "soak" / "cluster_two_hosts.py", "--preset", "smoke", "--workdir", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "results.json").read_text())
+    found = smoke(tmp_path, "cluster_two_hosts")
     assert found["mbit_1000_bitwise_equal_remote"] and not found["mbit_1000_bitwise_equal_async_remote"]
     assert found["no_cut_train_seconds"] < 200  # 20 s; through Ray's object store more than 700
     assert found["cut_2_s_same_bits"] and found["cut_2_s_cut_s"] > 2 and found["cut_2_s_shards_failed"] == 0
