@@ -78,8 +78,7 @@ def ways_of(config: Config, regime: str) -> list[PipelineWay]:
     """Modes compared in a regime."""
     if config.sweep == "window":
         return [PipelineWay("sync"), *itertools.starmap(PipelineWay, itertools.product(("async", "oac"), WINDOWS))]
-    modes = BASIC if regime == "remote" else (*BASIC, "oac_device")
-    return [PipelineWay(mode) for mode in modes]
+    return [PipelineWay(mode) for mode in BASIC]
 
 
 def stages_ms(work: Work, regime: str, link: EmulatedLink | None, size: dict[str, float]) -> dict[str, float]:

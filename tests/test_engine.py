@@ -134,7 +134,6 @@ def test_the_same_iterator_goes_on_where_a_run_left_it(make):
         ENGINES["serial over device tables"],
         ENGINES["serial over pinned tables"],
         ENGINES["pipeline"],
-        lambda callbacks=(): Pipeline(TASK, fresh("host"), callbacks, window=3, validation="device"),
     ],
 )
 def test_batches_on_the_device_are_planned_there_with_equal_results(make):

@@ -195,7 +195,6 @@ def serial():
 ENGINES = {
     "window 5": ("host", functools.partial(Pipeline, window=5)),
     "on pinned streams": ("pinned", lambda task, state: Serial(Overlap(task, window=3), state)),
-    "validated on the device": ("host", functools.partial(Pipeline, window=4, validation="device")),
     "on devices": ("device", Serial),
     "pinned": ("pinned", Serial),
 }

@@ -47,7 +47,6 @@ slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 EXACT = {
     "device": DEVICE,
     "sync": HOST | {"pipeline": "sync"},
-    "oac that validates on the device": OAC | {"stale_rows": "device"},
     "oac": OAC,
     "easgd in the foreground": DEVICE | {"shadowsync": "easgd", "sync_every_steps": 5},
     "ma and oac": OAC | {"shadowsync": "ma", "sync_every_steps": 5},

@@ -31,19 +31,16 @@ from threads import no_threads_left, until
 import jaxrec
 from jaxrec.embedding import HostTables
 from jaxrec.oac import Pipeline, ring, stages
-from jaxrec.oac.ring import LastWriters
 from jaxrec.types import Rows, TrainState
 
 
-@pytest.mark.parametrize("options", [{}, {"validation": "device"}])
 @pytest.mark.parametrize("window", [1, 2, 5, 16])
-def test_equals_the_plain_loop_bit_for_bit(window, options):
+def test_equals_the_plain_loop_bit_for_bit(window):
     batches = make_batches(24)
-    pipeline, found = train(batches, window=window, **options)
+    pipeline, found = train(batches, window=window)
     assert same(found, plain_loop(batches))
     assert no_threads_left()
-    if "validation" not in options:
-        assert pipeline.counters["stale_rows"] > 24
+    assert pipeline.counters["stale_rows"] > 24
 
 
 @settings(max_examples=examples(3, 8))
@@ -55,9 +52,8 @@ def test_law_of_equality(data):
     overlap = data.draw(st.sampled_from(["full", "some", "none"]))
     batches = make_batches(data.draw(st.integers(1, 12)), spec, seed=data.draw(st.integers(0, 9)), overlap=overlap)
     threads = {name: data.draw(st.integers(1, 3), label=name) for name in ("loaders", "fetchers")}
-    validation = data.draw(st.sampled_from(["planned", "device"]))
     window = data.draw(st.integers(1, 8), label="window")
-    _, found = train(batches, spec, mesh, window=window, validation=validation, **threads)
+    _, found = train(batches, spec, mesh, window=window, **threads)
     assert same(found, plain_loop(batches, spec, mesh))
 
 
@@ -81,51 +77,48 @@ def test_sync_equals_the_plain_loop_and_async_and_semisync_the_delayed_one():
 
 
 _validate, _replay, _append = (jax.jit(function) for function in (ring.validate, ring.replay, ring.append))
+SIZE = {name: stack.rows_per_shard for name, stack in SPEC.stacks.items()}
 
 
 @settings(max_examples=examples(8, 20))
-@given(seed=st.integers(0, 2**31), depth=st.sampled_from([1, 2, 5]), version=st.integers(-2, 12))
-def test_device_and_host_find_the_same_stale_rows(seed, depth, version):
-    """`validate` on the ring's row numbers agrees with the last-writer table, for any watermark."""
+@given(seed=st.integers(0, 2**31), window=st.sampled_from([1, 2, 5]), floor=st.integers(-2, 12))
+def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, window, floor):
+    """Compared with a dictionary of all rows, for any floor; slots are wider than later batches."""
     rng, tables = np.random.default_rng(seed), HostTables.create(SPEC, ROWS)
-    capacity = {"width_4": 16, "width_1": 8}
-    held, last, history = None, LastWriters(SPEC, depth, depth), []
+    held, written = None, {}
     for number in range(rng.integers(1, 9)):
+        capacity = {"width_4": 24 if number == 0 else 16, "width_1": 8}
         plans = jaxrec.plan(SPEC, draw_ids(SPEC, 4, int(rng.integers(2**31))), capacity)
-        rows = jax.tree.map(jnp.asarray, tables.read(plans))
-        held = ring.init(rows, depth) if held is None else held
-        planned = last.sources(plans, number)
-        every = _validate(held, plans, -1)
-        recent = _validate(held, plans, version)
-        for name in plans:
-            np.testing.assert_array_equal(planned[name], every[name])
-            writer = np.take_along_axis(
-                np.asarray(held.version), np.maximum(planned[name], 0) // plans[name].unique.shape[1], 1
-            )
-            np.testing.assert_array_equal(np.where(writer > version, planned[name], -1), recent[name])
-        changed = jax.tree.map(lambda leaf, n=number: leaf + n + 1, rows)
-        history.append((plans, changed))
-        held = _append(held, {name: p.unique for name, p in plans.items()}, changed, number)
-        right = _replay(held, rows, _validate(held, plans, -1))
-        used = {name: np.arange(p.unique.shape[1]) < p.count[:, None] for name, p in plans.items()}
-        for name in plans:
-            assert (np.asarray(right[name].value)[used[name]] == np.asarray(changed[name].value)[used[name]]).all()
+        read = jax.tree.map(jnp.asarray, tables.read(plans))
+        held = ring.init(read, SIZE, window) if held is None else held
+        right = jax.tree.map(np.asarray, _replay(held, read, _validate(held, plans, number, floor)))
+        new = jax.tree.map(lambda leaf, n=number: leaf + n + 1, read)
+        for name, p in plans.items():
+            for shard, u in ((s, u) for s, count in enumerate(p.count) for u in range(count)):
+                row = (name, int(p.unique[shard, u]))
+                at, rows = written.get(row, (-1, None))
+                wanted = rows if at >= max(number - window, floor, 0) else bits_at(read[name], shard, u)
+                assert bits_at(right[name], shard, u) == wanted
+                written[row] = number, bits_at(new[name], shard, u)
+        held = _append(held, plans, new, number)
 
 
-@pytest.mark.parametrize("validation", ["planned", "device"])
-def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validation):
+def bits_at(rows, shard, place):
+    return [np.asarray(leaf)[shard, place].tobytes() for leaf in jax.tree.leaves(rows)]
+
+
+def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be():
     """The pure function without a pipeline: rows are read before the last three batches are written."""
     window, batches = 3, make_batches(12)
     capacity = {"width_4": 40, "width_1": 8}
     commit = jax.jit(functools.partial(ring.commit, task_of(SPEC).checked_update))
     dense, tables = make_state()
-    last, held, waiting, losses = LastWriters(SPEC, window, window), None, [], []
+    held, waiting, losses = None, [], []
     for number, batch in enumerate(batches):
         plans = jaxrec.plan(SPEC, batch.ids, capacity)
         stale = tables.read(plans)
-        held = ring.init(stale, window) if held is None else held
-        known = {"source": last.sources(plans, number)} if validation == "planned" else {"read_version": number - 4}
-        dense, held, rows, metrics = commit(dense, held, stale, plans, batch, number, **known)
+        held = ring.init(stale, SIZE, window) if held is None else held
+        dense, held, rows, metrics = commit(dense, held, stale, plans, batch, number)
         losses.append(np.asarray(metrics["loss"]))
         waiting.append((plans, rows))
         if len(waiting) > window:
@@ -138,12 +131,10 @@ def test_commit_in_one_jit_repairs_rows_that_are_as_stale_as_they_may_be(validat
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("validation", ["planned", "device"])
-def test_rows_changed_in_exclusive_are_what_later_batches_see(validation):
+def test_rows_changed_in_exclusive_are_what_later_batches_see():
     """As after a shard failure: no row gathered before, or held in the ring, survives."""
     batches, fail = make_batches(20), at_step(9, lambda state: pipeline.exclusive(reset))
-    options = {"window": 5, "loaders": 3, "validation": validation}
-    with Pipeline(task_of(SPEC), make_state(), [fail], **options) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), [fail], window=5, loaders=3) as pipeline:
         losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
     expected = plain_loop(batches, after=lambda step, state: step == 9 and reset(state.tables))
     assert same((pipeline.state, losses), expected)
@@ -183,7 +174,7 @@ def problem():
 @settings(max_examples=examples(4, 20))
 @given(seed=st.integers(0, 2**31))
 def test_a_run_that_fails_anywhere_tells_so_and_goes_on_to_the_same_bits_or_refuses_to(kind, seed):
-    """The instant, the window, the threads and the skips are random; `studies.oac_failures` says what must hold."""
+    """The instant, the window and the threads are random; `studies.oac_failures` says what must hold."""
     assert break_one(problem(), kind, np.random.default_rng(seed))[1] == []
 
 
@@ -221,7 +212,6 @@ def test_capacities_grow_in_the_middle_and_compilations_are_counted():
         ({"window": -1}, "window=-1"),
         ({"mode": "sync", "window": 2}, "window is 0"),
         ({"loaders": 0}, "loaders=0"),
-        ({"validation": "hope"}, "validation='hope'"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
@@ -243,8 +233,8 @@ def test_other_tables_and_other_shapes_are_refused():
     with pytest.raises(ValueError, match="changes the shapes of the rows"), pipeline:
         next(pipeline.run(make_batches(3)))
     assert same((pipeline.state, []), (before, []))
-    with pytest.raises(ValueError, match="depth=0"):
-        ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, 0)
+    with pytest.raises(ValueError, match="window=0"):
+        ring.init({"s": Rows(np.zeros((1, 1, 1)), {})}, {"s": 1}, 0)
 
 
 def test_rows_fetched_through_pinned_memory_are_the_same(monkeypatch):

@@ -40,8 +40,7 @@ WAYS = {
     "sync": {"mode": "sync"},
     "semisync": {"mode": "semisync"},
     "async": {"mode": "async", "window": 3},
-    "device": {"window": 3, "validation": "device"},
-    "planned": {"window": 3},
+    "oac": {"window": 3},
 }
 
 
@@ -72,7 +71,7 @@ def bytes_of_run(batches, **options):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_are_those_handed_to_send_and_fetch(way):
-    """Inputs, rows, positions in the ring: everything in both directions."""
+    """Inputs and rows: everything in both directions."""
     batches, options = make_batches(20), WAYS[way]
     seen, counters, _ = bytes_of_run(batches, **options)
     assert counters["bytes_sent"] == seen["sent"] and counters["bytes_fetched"] == seen["fetched"]
@@ -84,24 +83,24 @@ def looks_at_ids(params, activations, batch):
 
 
 @pytest.mark.parametrize(("of", "unread"), [(loss, "ids"), (looks_at_ids, "")])
-@pytest.mark.parametrize("validation", ["planned", "device"])
-def test_what_no_program_reads_stays_on_the_host(of, unread, validation):
-    """Row numbers stay if the host validates, ids stay unless the loss reads them."""
+@pytest.mark.parametrize("way", ["sync", "oac"])
+def test_what_no_program_reads_stays_on_the_host(of, unread, way):
+    """Row numbers stay if nothing is repaired, ids stay unless the loss reads them."""
     batches, seen, task = make_batches(6), [], jaxrec.Task(SPEC, of, OPTIMIZER, ROWS)
 
     def send(tree, placement):
         seen.append(tree)
         return jax.device_put(tree, placement)
 
-    with Pipeline(task, make_state(), window=2, validation=validation, send=send) as pipeline:
+    with Pipeline(task, make_state(), send=send, **WAYS[way]) as pipeline:
         losses = [float(metrics["loss"]) for _, metrics in pipeline.run(batches)]
-    inputs = [tree for tree in seen if isinstance(tree[1], Batch)]
+    inputs = [tree for tree in seen if isinstance(tree, tuple)]
     assert len(inputs) == len(batches) and len(set(losses)) == len(losses)
     for plans, batch in inputs:
         assert batch.dense is not None and batch.label is not None and batch.weight is not None
         assert (batch.ids["pair"] is None) is bool(unread) and batch.ids["bag"] is None
         for p in plans.values():
-            assert (p.unique is None) is (p.count is None) is (validation == "planned")
+            assert (p.unique is None) is (p.count is None) is (way == "sync")
             assert all(each is not None for each in p.inverse.values())
 
 
@@ -115,7 +114,7 @@ def test_rows_of_the_ring_replace_those_gathered(seed, width, shards):
     gathered = {name: rows_of(shards, width) for name in "ab"}
     held = {name: rows_of(shards, 2, width) for name in "ab"}
     source = {name: rng.integers(-1, 2 * width, (shards, width)).astype(np.int32) for name in "ab"}
-    found = ring.replay(ring.Ring(np.zeros((shards, 2), np.int32), {}, held), gathered, source)
+    found = ring.replay(ring.Ring(held, {}, {}), gathered, source)
     for name, place in source.items():
         for rows, mine, there in zip(*(jax.tree.leaves(each[name]) for each in (found, gathered, held)), strict=True):
             patched = np.stack([of.reshape(2 * width, -1)[at] for of, at in zip(there, place, strict=True)])
@@ -147,20 +146,18 @@ def one_by_one(pipeline, batches):
         yield batch
 
 
-@pytest.mark.parametrize("validation", ["planned", "device"])
-def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring(validation):
+def test_stale_rows_are_those_that_were_stale_and_patched_rows_those_of_the_ring():
     batches, window = make_batches(16), 3
-    late, (_, losses) = train(batches, window=window, validation=validation)
+    late, (_, losses) = train(batches, window=window)
     stale, patched = counted_rows(batches, [max(0, n - window) for n in range(16)], window)
     assert stale == patched > 16  # write-backs are as late as admission allows
     assert late.counters["stale_rows"] == late.counters["patched_rows"] == stale
     metrics = []
-    with Pipeline(task_of(SPEC), make_state(), window=window, validation=validation) as pipeline:
+    with Pipeline(task_of(SPEC), make_state(), window=window) as pipeline:
         metrics = [m for _, m in pipeline.run(one_by_one(pipeline, batches))]
     assert all(np.array_equal(m["loss"], loss) for m, loss in zip(metrics, losses, strict=True))
     assert pipeline.counters["stale_rows"] == 0
-    # The device patches only rows that the gather missed, the plan all rows that the ring holds.
-    assert pipeline.counters["patched_rows"] == (patched if validation == "planned" else 0)
+    assert pipeline.counters["patched_rows"] == patched
     for name in ("stale_rows", "patched_rows"):
         assert sum(int(m[name]) for m in metrics) == pipeline.counters[name]
 
@@ -227,7 +224,6 @@ def growth(number, **options):
     [
         {},
         pytest.param({"mode": "async"}, marks=pytest.mark.slow),
-        pytest.param({"validation": "device"}, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_grows_with_a_run(options):
@@ -329,7 +325,7 @@ class Measured:
     def send(self, tree, placement):
         found = jax.device_put(tree, placement)
         self.most.append(self.live.bytes())  # the formula bounds it at any time
-        self.inputs += isinstance(tree, tuple) and isinstance(tree[1], Batch)
+        self.inputs += isinstance(tree, tuple)
         return found
 
     def fetch(self, tree):
@@ -362,27 +358,26 @@ class Measured:
         return found
 
 
-PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "planned", "device") for shape in SHAPES]
+PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "oac") for shape in SHAPES]
 
 
 def memory_bytes(way, window, rows, row_floats, input_bytes, unread_bytes, table_rows, ahead=2):
     """Return {place: peak bytes} of a full pipeline with two loaders, as docs/oac.md has it for oac.
 
     On the device, the rows of each batch in flight, and three copies of those in work (two where nothing is repaired),
-    with the inputs that the step reads; on a CPU fetched rows are views of those. In oac also the ring, and places in
-    it. On the host, rows in transfer, twice where the gathered rows are kept, and what is planned.
+    with the inputs that the step reads; on a CPU fetched rows are views of those. In oac also the ring. On the host,
+    rows in transfer, twice where the gathered rows are kept, and what is planned.
     """
-    in_flight, repairs = window + 1, way in ("planned", "device")
-    device = (in_flight + 1 + repairs) * row_floats + repairs * (window * row_floats + window + 1)
+    in_flight, repairs = window + 1, way == "oac"
+    device = (in_flight + 1 + repairs + repairs * window) * row_floats
     host = in_flight * row_floats * (2 if way in ("semisync", "async") else 1)
-    items, planned = 2 * in_flight + ahead, way == "planned"
     return {
-        "device": 4 * rows * device + (in_flight + ahead) * (input_bytes - unread_bytes),
-        "host": 4 * rows * (host + items * planned) + items * input_bytes + 8 * table_rows * planned,
+        "device": 4 * rows * device + (in_flight + ahead) * (input_bytes - unread_bytes) + 8 * table_rows * repairs,
+        "host": 4 * rows * host + (2 * in_flight + ahead) * input_bytes,
     }
 
 
-@pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "planned"))
+@pytest.mark.parametrize(("way", "shape"), chosen(PAIRS, lambda way, shape: shape == "wide" or way == "oac"))
 def test_memory_is_what_the_docs_say(way, shape):
     """Device buffers when the device is slow and the pipeline is full; host arrays when a snapshot holds writes."""
     options, (spec, batches) = WAYS[way], shaped(shape)
@@ -390,8 +385,8 @@ def test_memory_is_what_the_docs_say(way, shape):
     found = Measured(spec, batches, **options)
     plans = jaxrec.plan(spec, batches[0].ids, found.capacity)
     (p,) = plans.values()
-    # The loss reads no ids; row numbers are read only if the device validates.
-    unread = nbytes(batches[0].ids) + (way != "device") * nbytes((p.unique, p.count))
+    # The loss reads no ids; row numbers are read only where rows are repaired.
+    unread = nbytes(batches[0].ids) + (way != "oac") * nbytes((p.unique, p.count))
     size = nbytes((plans, batches[0]))
     expected = memory_bytes(way, window, p.unique.size, 2 * SHAPES[shape][3], size, unread, SHAPES[shape][0])
     assert 0.9 < (found.filled[0] - 2 * found.dense) / expected["device"] < 1.1, (found.filled, expected)

@@ -22,6 +22,7 @@ import jaxrec
 from jaxrec import Serial
 from jaxrec.embedding import native, plan
 from jaxrec.oac import Overlap, overlap
+from jaxrec.oac import ring as rings
 from jaxrec.sharding import mesh_of
 
 OVER_FOUR = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
@@ -129,7 +130,7 @@ def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
         assert same(found, wanted)
 
 
-def _unrepaired(window, ring, traced, plans, records, number, floor):
+def _unrepaired(ring, traced, plans, records, number, floor):
     nothing, traced = traced.end_read()
     return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing[None], traced
 
@@ -140,15 +141,19 @@ def _too_early(window, ring, traced, plans, number, floor):
     return unique, records, traced
 
 
-def _ever(window, ring, traced, plans, number, floor, sources=overlap.sources):
-    return sources(window, ring, traced, plans, number, jnp.zeros_like(floor))
+def _ever(ring, plans, number, floor, shards, validate=rings.validate):
+    return validate(ring, plans, number, jnp.zeros_like(floor), shards)
 
 
 @pytest.mark.parametrize(
-    ("part", "wrong", "between"),
-    [("replay", _unrepaired, False), ("begin", _too_early, False), ("sources", _ever, True)],
+    ("module", "part", "wrong", "between"),
+    [
+        (overlap, "replay", _unrepaired, False),
+        (overlap, "begin", _too_early, False),
+        (rings, "validate", _ever, True),
+    ],
 )
-def test_the_law_sees_what_is_left_out(play, monkeypatch, part, wrong, between):
+def test_the_law_sees_what_is_left_out(play, monkeypatch, module, part, wrong, between):
     """No replay; reads that wait for one put too few; a stamp that outlives what the host has written."""
     batches = [batch_at(step) for step in range(30)]
     plans = [plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}) for batch in batches]
@@ -167,7 +172,7 @@ def test_the_law_sees_what_is_left_out(play, monkeypatch, part, wrong, between):
     wanted = run(TASK)
     play(5)
     assert same(run(Overlap(TASK, 2)), wanted)
-    monkeypatch.setattr(overlap, part, wrong)
+    monkeypatch.setattr(module, part, wrong)
     overlap.compile_programs.cache_clear()
     try:
         assert not same(run(Overlap(TASK, 2)), wanted)

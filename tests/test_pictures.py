@@ -167,7 +167,7 @@ def of_scaling(kind):
 
 def of_modes(*labels, windows=()):
     """Names of modes by label, and their flat results."""
-    names = ["sync", "semisync", "async", "oac", "oac_device"]
+    names = ["sync", "semisync", "async", "oac"]
     if windows:
         names = ["sync", *(f"{mode}_window_{w}" for mode in ("async", "oac") for w in windows)]
     results = {}

@@ -132,7 +132,6 @@ ENGINES = {
     "pinned": jaxrec.Serial,
     "remote": jaxrec.Serial,
     "host oac": functools.partial(Pipeline, window=3),
-    "host device": functools.partial(Pipeline, window=3, validation="device"),
     "pinned oac": lambda task, state: jaxrec.Serial(Overlap(task, window=2), state),
 }
 

@@ -1,10 +1,10 @@
 """Parts 2 and 3: OAC over the real link between host tables and the device.
 
-`oac`: every mode and windows 1 to 16 in turns, several ways to send and fetch rows, and validation 'planned' and
-'device'. Before that, the bandwidth of the link alone, and whether oac is bitwise equal to sync on this device: with
-XLA's defaults, and with --xla_gpu_deterministic_ops, each in a separate process. `sync_again` shows whether the device
-is deterministic at all; `async` must differ, or nothing was stale and equality proves nothing. `oac_wide`: ten tables
-of width 128, ids by a power law of exponent 1.05, as many rows as fit in half of the free memory, at most 64 GB.
+`oac`: every mode and windows 1 to 16 in turns, several ways to send and fetch rows. Before that, the bandwidth of the
+link alone, and whether oac is bitwise equal to sync on this device: with XLA's defaults, and with
+--xla_gpu_deterministic_ops, each in a separate process. `sync_again` shows whether the device is deterministic at all;
+`async` must differ, or nothing was stale and equality proves nothing. `oac_wide`: ten tables of width 128, ids by a
+power law of exponent 1.05, as many rows as fit in half of the free memory, at most 64 GB.
 """
 
 import functools
@@ -51,15 +51,14 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "oac_2": ("oac", {"window": 2}),
     "oac_8": ("oac", {"window": 8}),
     "oac_16": ("oac", {"window": 16}),
-    "oac_4_validation_device": ("oac", {"window": 4, "validation": "device"}),
     "oac_4_fetch_plain": ("oac", {"window": 4, "fetch": fetch_plain}),
     "oac_4_fetch_async": ("oac", {"window": 4, "fetch": fetch_async}),
     "oac_4_fetch_pinned": ("oac", {"window": 4, "fetch": fetch_pinned}),
     "oac_4_send_pinned": ("oac", {"window": 4, "send": send_pinned}),
 }
-SMOKE = ("sync", "oac_4", "async_4", "oac_4_validation_device", "oac_4_fetch_pinned")
+SMOKE = ("sync", "oac_4", "async_4", "oac_4_fetch_pinned")
 WIDE = ("sync", "oac_4", "async_4", "semisync", "oac_1", "oac_16", "oac_4_fetch_async", "oac_4_send_pinned")
-EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "oac_4_validation_device", "async_4")
+EXACT = ("sync_again", "oac_1", "oac_16", "oac_4", "async_4")
 
 
 def run(task: Task) -> None:

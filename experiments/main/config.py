@@ -272,7 +272,7 @@ def config_of(**flags: Any) -> Config:
 
     >>> config = config_of(tables="host", pipeline="oac", window=4)
     >>> config.engine
-    OAC(pipeline='oac', window=4, stale_rows='planned')
+    OAC(pipeline='oac', window=4)
     >>> config_of(tables="host", window=4)
     Traceback (most recent call last):
     ValueError: --window 4 is for --pipeline oac or async: add that, or leave it out.

@@ -80,11 +80,6 @@ class OAC(Asynchronous):
 
     read_by: ClassVar = "--pipeline oac over --tables host or remote"
     pipeline: PipelineKind = "oac"
-    stale_rows: Literal["planned", "device"] = "planned"
-    """Where rows that arrive too old are found: in the host's plan, or on the device."""
-
-    def _options(self) -> dict[str, Any]:
-        return {"window": self.window, "validation": self.stale_rows}
 
     def figures(self, engine) -> dict[str, float]:
         counters = engine.counters

@@ -19,7 +19,6 @@ from jaxrec.embedding import HostTables, Tables, capacity_of, plan
 from jaxrec.loop import keep_memory
 from jaxrec.oac import Pipeline, ring
 from jaxrec.oac.options import nbytes
-from jaxrec.oac.ring import LastWriters
 from jaxrec.types import TrainState
 from studies.reference import Job, reference_work, synthetic
 
@@ -28,7 +27,6 @@ MODES: dict[str, dict[str, Any]] = {
     "semisync": {"mode": "semisync"},
     "async": {"mode": "async"},
     "oac": {"mode": "oac"},
-    "oac_device": {"mode": "oac", "validation": "device"},
 }
 # Emulated links: the bytes of which directions take how many times as long as the compute of a batch.
 LINKS: dict[str, tuple[Callable, float]] = {"balanced": (sum, 1.0), "link": (max, 1.5), "compute": (sum, 0.25)}
@@ -62,10 +60,15 @@ class Work:
     def stages_ms(self, repeats: int) -> dict[str, float]:
         """Median milliseconds of every stage alone."""
         window, tables = self.window, self.tables
-        last, held, capacity = LastWriters(tables.spec, window, window), None, None
+        held, capacity, size = None, None, {name: stack.rows_per_shard for name, stack in tables.spec.stacks.items()}
         dense = self.state().dense
         update = jax.jit(self.task.checked_update, donate_argnums=0)
-        replay, append = jax.jit(ring.replay), jax.jit(ring.append, donate_argnums=0)
+        append = jax.jit(ring.append, donate_argnums=0)
+
+        @jax.jit
+        def replay(held, rows, plans, number):
+            return ring.replay(held, rows, ring.validate(held, plans, number))
+
         times: dict[str, list[float]] = {
             name: [] for name in ("plan", "gather", "replay", "update", "append", "write_back")
         }
@@ -76,19 +79,15 @@ class Work:
             times[name].append(1e3 * (time.perf_counter() - start))
             return out
 
-        def plan_batch(number, batch):
-            plans = plan(tables.spec, batch.ids, capacity)
-            return plans, last.sources(plans, number)
-
         for number, batch in enumerate(self.batches[:repeats]):
-            plans, source = timed("plan", plan_batch, number, batch)
+            plans = timed("plan", plan, tables.spec, batch.ids, capacity)
             capacity = capacity_of(plans)
             read = timed("gather", tables.read, plans)
-            inputs, rows, source = jax.device_put((plans, batch)), jax.device_put(read), jax.device_put(source)
-            held = ring.init(rows, window) if held is None else held
-            right = timed("replay", replay, held, rows, source)
+            inputs, rows = jax.device_put((plans, batch)), jax.device_put(read)
+            held = ring.init(rows, size, window) if held is None else held
+            right = timed("replay", replay, held, rows, inputs[0], number)
             dense, new, _ = timed("update", update, dense, right, *inputs)
-            held = timed("append", append, held, {name: p.unique for name, p in plans.items()}, new, number)
+            held = timed("append", append, held, inputs[0], new, number)
             timed("write_back", tables.put, plans, new)
         return {name: float(np.median(values[2:])) for name, values in times.items()}
 

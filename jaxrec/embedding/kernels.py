@@ -229,29 +229,3 @@ def _scatter_add_16(table, rows, shards, count, values, old, floats, total, tota
                     size + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1)) - np.uint32(0x38000000)
                 ) >> np.uint32(13)
             table[row, c] = np.uint16((total_bits[c] >> np.uint32(16)) & np.uint32(0x8000) | half)
-
-
-@_compiled
-def last_writers(unique, count, number, window, depth, writer, place, source):
-    """Find the position in the ring of each row of a batch, and record the batch as the last writer of its rows.
-
-    source[s, u] = w % depth * U + position of the row in batch w, if its last writer w >= number - window; else -1. One
-    call handles all shards, as each return to Python waits for the GIL, for which the pipeline's threads compete.
-
-    Args:
-      unique, count: i32[S, U] and i32[S], the rows in use.
-      number: number of the batch.
-      window: number of previous batches whose writes count.
-      depth: number of slots in the ring.
-      writer, place: i32[S, V / S], last batch that wrote each row, and the row's position in it; changed in place.
-      source: i32[S, U], output.
-    """
-    shards, capacity = unique.shape
-    source[:] = -1
-    for shard in range(shards):
-        for u in range(count[shard]):
-            row = unique[shard, u] // shards
-            if writer[shard, row] >= number - window:
-                source[shard, u] = writer[shard, row] % depth * capacity + place[shard, row]
-            writer[shard, row] = number
-            place[shard, row] = u

@@ -163,8 +163,8 @@ class Flight:
         try:
             if item.inputs is None:  # inputs stay valid when rows are gathered again
                 self.stages.send_inputs(item)
-            if self.admit(item) and (found := self._gather(item)):
-                self.stages.send_rows(item, *found)
+            if self.admit(item) and (found := self._gather(item)) is not None:
+                self.stages.send_rows(item, found)
                 with self._changing():
                     item.loaded = True
         except BaseException as error:  # go on, as earlier batches must still be loaded

@@ -11,7 +11,6 @@ from jaxrec.task import Task
 from jaxrec.types import TrainState
 
 MODES = ("sync", "async", "semisync", "oac")
-VALIDATIONS = ("planned", "device")
 
 
 def nbytes(tree) -> int:
@@ -24,7 +23,6 @@ class PipelineOptions(NamedTuple):
 
     mode: str
     window: int  # W
-    validation: str
     # Number of threads of each kind, and of batches planned beyond the window.
     loaders: int = 1
     fetchers: int = 1
@@ -36,33 +34,22 @@ class PipelineOptions(NamedTuple):
         return self.mode == "oac" and self.window > 0
 
     @property
-    def plans_sources(self) -> bool:
-        """Whether the host finds stale rows during planning."""
-        return self.repairs and self.validation == "planned"
-
-    @property
     def adds(self) -> bool:
         """Whether changes are added to rows instead of overwriting them, as other batches may have written since."""
         return self.mode in ("async", "semisync")
 
-    @property
-    def depth(self) -> int:
-        """Number of slots in the ring."""
-        return max(1, self.window)
 
-
-def check_options(mode: str, window: int | None, validation: str, **threads: int) -> PipelineOptions:
+def check_options(mode: str, window: int | None, **threads: int) -> PipelineOptions:
     """Return the options for the arguments of a pipeline; refuse unknown ones, and those that do not fit each other."""
-    for name, given, known in [("mode", mode, MODES), ("validation", validation, VALIDATIONS)]:
-        if given not in known:
-            raise ValueError(f"{name}={given!r} must be one of {known}.")
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} must be one of {MODES}.")
     fixed = {"sync": 0, "semisync": 1}.get(mode)
     if fixed is not None and window not in (None, fixed):
         raise ValueError(f"window={window} does not fit mode={mode!r}, whose window is {fixed}: leave it out.")
     default = 8 if fixed is None else fixed
     window = whole_number("window", default if window is None else window, 0, why=" (0 is one batch after the other)")
     threads = {name: whole_number(name, count) for name, count in threads.items()}
-    return PipelineOptions(mode, window, validation, **threads)
+    return PipelineOptions(mode, window, **threads)
 
 
 def with_unguarded_tables(state) -> TrainState:

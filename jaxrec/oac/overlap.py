@@ -9,8 +9,8 @@ of each row which batch has written it last: if that is one of the last W, the r
 their records, and what was read is discarded, be it old, new or torn. So every step sees the rows of serial execution.
 A row that the ring will hold is not read at all: the ring is an exact cache of the rows of the last W batches.
 
-After OAC (OpenReview xHQeok6ZWX), see `ring`. Legend: W window, S shards, V rows of a shard, U padded unique rows per
-shard, L record width.
+After OAC (OpenReview xHQeok6ZWX), see `ring`; here its rows are records, f32[S, W, U, L]. Legend: W window, S shards, V
+rows of a shard, U padded unique rows per shard, L record width.
 """
 
 import collections
@@ -26,20 +26,12 @@ import numpy as np
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import PinnedTables
 from jaxrec.embedding.pinned import PinnedRows, places
+from jaxrec.oac import ring as rings
+from jaxrec.oac.ring import Ring
 from jaxrec.sharding import EVERYWHERE, SPLIT, as_mesh, plan_specs, shardings
 from jaxrec.step import checked_plans
 from jaxrec.task import Metrics, Task
 from jaxrec.types import Array, Batch, Plan, Rows, TrainState
-
-_NEVER = -(2**31)
-
-
-class Ring(NamedTuple):
-    """The records of the last W batches, and the last writer of every row. The first axis is that of the shards."""
-
-    records: dict[str, Array]  # {stack: f32[S, W, U, L]}, those of batch t in slot t % W
-    writer: dict[str, Array]  # {stack: i32[S, V]} number of the batch that has written the row last
-    place: dict[str, Array]  # {stack: i32[S, V]} place of the row in that batch
 
 
 class Begun(NamedTuple):
@@ -151,7 +143,7 @@ class Overlap:
         capacity = tuple((name, plan.unique.shape[1]) for name, plan in plans.items())
         if self._ring is None:
             self._ring = self._programs["init"](traced, capacity)
-        elif any(self._ring.records[name].shape[2] < width for name, width in capacity):
+        elif any(self._ring.rows[name].shape[2] < width for name, width in capacity):
             self._ring = self._programs["widen"](self._ring, capacity)
 
 
@@ -174,7 +166,7 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     def over(function, *inputs, **options):
         return jax.jit(mapped(function, *inputs), **options)
 
-    replay_mapped = mapped(functools.partial(replay, window), SPLIT, SPLIT, plans, SPLIT, *numbers)
+    replay_mapped = mapped(replay, SPLIT, SPLIT, plans, SPLIT, *numbers)
 
     def replay_all(*given):
         rows, patched, traced = replay_mapped(*given)
@@ -185,16 +177,18 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
         "send": (lambda given: given) if mesh.size == 1 else functools.partial(jax.device_put, device=placed),
         "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, *numbers),
         "replay": jax.jit(replay_all),
-        "append": over(functools.partial(append, window), SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
+        "append": over(append, SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),
         "init": jax.jit(functools.partial(_init, window), static_argnums=1, out_shardings=split),
-        "widen": jax.jit(_widen, static_argnums=1, out_shardings=split),
+        "widen": jax.jit(
+            lambda ring, capacity: rings.widen(ring, dict(capacity)), static_argnums=1, out_shardings=split
+        ),
     }
 
 
 def begin(window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array, floor: Array):
     """Begin to read batch `number`, except rows that the ring will hold; return the rows read, records, tables."""
-    found = sources(window, ring, traced, plans, number, floor)
+    found = rings.validate(ring, plans, number, floor, traced.spec.shards)
     read = {
         name: plan._replace(unique=jnp.where(found[name] >= 0, -1, plan.unique), inverse={})
         for name, plan in plans.items()
@@ -204,83 +198,25 @@ def begin(window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], n
 
 
 def replay(
-    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array,
-    floor: Array,
-) -> tuple[dict[str, Rows], Array, PinnedRows]:  # fmt: skip
-    """Return the rows of batch `number` as of serial execution, how many of each stack are of the ring, the tables."""
+    ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array, floor: Array
+) -> tuple[dict[str, Rows], Array, PinnedRows]:
+    """Return the rows of batch `number` as of serial execution, how many are of the ring, the tables."""
     nothing, traced = traced.end_read()
-    found = {name: one + nothing for name, one in sources(window, ring, traced, plans, number, floor).items()}
-
-    def one(name):
-        held = ring.records[name].reshape(len(records[name]), -1, records[name].shape[-1])
-        mine = jax.vmap(lambda of, place: of.at[place].get(mode="promise_in_bounds"))(held, jnp.maximum(found[name], 0))
-        return jnp.where(found[name][..., None] >= 0, mine, records[name])
-
-    patched = jnp.stack([jnp.sum(one >= 0, dtype=jnp.int32) for one in found.values()])
-    return traced.rows_of({name: one(name) for name in records}), patched, traced
+    found = rings.validate(ring, plans, number, floor, traced.spec.shards)
+    found = {name: one + nothing for name, one in found.items()}
+    return traced.rows_of(rings.replay(ring, records, found)), rings.count_found(found)[None], traced
 
 
 def append(
-    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], rows: dict[str, Rows], number: Array
+    ring: Ring, traced: PinnedRows, plans: dict[str, Plan], rows: dict[str, Rows], number: Array
 ) -> tuple[Ring, dict[str, Array], PinnedRows]:
     """Write batch `number` to the ring, and begin to put it; return ring, records and tables."""
     records = traced.records_of(plans, rows)
-    held, writer, place = dict(ring.records), dict(ring.writer), dict(ring.place)
-    for name, plan in plans.items():
-        there = held[name]
-        mine = jnp.pad(records[name], [(0, 0), (0, there.shape[2] - plan.unique.shape[1]), (0, 0)])
-        held[name] = jax.lax.dynamic_update_index_in_dim(there, mine, number % window, axis=1)
-        at = jnp.where(_used(plan), plan.unique // traced.spec.stacks[name].shards, writer[name].shape[1])
-        # Padding is beyond the last row, each in a place of its own, as XLA may assume that places differ.
-        at = at + jnp.where(_used(plan), 0, jnp.arange(at.shape[1], dtype=jnp.int32)[None])
-        put = jax.vmap(lambda of, at, value: of.at[at].set(value, mode="drop", unique_indices=True), (0, 0, None))
-        writer[name] = put(writer[name], at, number)
-        place[name] = put(place[name], at, jnp.arange(at.shape[1], dtype=jnp.int32))
-    return Ring(held, writer, place), records, traced.begin_put(plans, records)
-
-
-def sources(
-    window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array, floor: Array
-) -> dict[str, Array]:
-    """Return the place of each row of batch `number` in the ring of its shard, as i32[S, U] in [0, W U'); -1 if none.
-
-    Args:
-      window: W.
-      ring: Ring after an earlier batch.
-      traced: tables, of which the spec is used.
-      plans: {stack: Plan} of the batch.
-      number, floor: i32[]; batches before the floor do not count.
-    """
-
-    def one(name, plan):
-        row = plan.unique // traced.spec.stacks[name].shards
-        last, place = (
-            jax.vmap(lambda of, row, fill=fill: of.at[row].get(mode="fill", fill_value=fill))(leaf[name], row)
-            for leaf, fill in ((ring.writer, _NEVER), (ring.place, 0))
-        )
-        live = _used(plan) & (last >= jnp.maximum(number - window, floor))
-        return jnp.where(live, last % window * ring.records[name].shape[2] + place, -1)
-
-    return {name: one(name, plan) for name, plan in plans.items()}
-
-
-def _used(plan):
-    return jnp.arange(plan.unique.shape[1])[None] < plan.count[:, None]
+    ring = rings.append(ring, plans, records, number, traced.spec.shards)
+    return ring, records, traced.begin_put(plans, records)
 
 
 def _init(window, traced, capacity):
-    spec, shards = traced.spec, next(iter(traced.puts.values())).shape[0]
-    rows = {name: (shards, spec.stacks[name].rows_per_shard) for name, _ in capacity}
-    return Ring(
-        {name: jnp.zeros((shards, window, u, places(traced.layout[name])[1]), jnp.float32) for name, u in capacity},
-        {name: jnp.full(shape, _NEVER, jnp.int32) for name, shape in rows.items()},
-        {name: jnp.zeros(shape, jnp.int32) for name, shape in rows.items()},
-    )
-
-
-def _widen(ring, capacity):
-    wider = {
-        name: jnp.pad(ring.records[name], [(0, 0), (0, 0), (0, max(0, u - ring.records[name].shape[2])), (0, 0)])
-        for name, u in capacity
-    }
-    return ring._replace(records=wider)
+    shards = next(iter(traced.puts.values())).shape[0]
+    empty = {name: jnp.zeros((shards, u, places(traced.layout[name])[1]), jnp.float32) for name, u in capacity}
+    return rings.init(empty, {name: traced.spec.stacks[name].rows_per_shard for name in empty}, window)

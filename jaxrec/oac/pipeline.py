@@ -3,7 +3,7 @@
     plan -> send inputs -> admit -> gather -> send rows -> COMMIT -> fetch -> write back        one batch, left to right
     planner  `---------------- loaders ----------------'   caller   fetchers  writer             thread
 
-The planner numbers the rows of each batch and knows their last writers (`ring`). Loaders gather when all but the last W
+The planner numbers the rows of each batch. Loaders gather when all but the last W
 batches are written. The caller's thread commits in batch order: replay stale rows, update, append to the ring. The
 writer puts final rows in batch order. `stages` defines the work on a batch, and holds what is trained; `flight` has the
 threads of one run, and decides when they may go on; `guard` keeps lagging tables from being read.
@@ -70,8 +70,6 @@ class Pipeline(Engine):
         from a GPU through pinned memory.
       loaders, fetchers: number of threads of each kind.
       ahead: number of batches planned, and their inputs sent, before admission.
-      validation: 'planned' finds stale rows on the host, during planning; 'device' compares row numbers and versions on
-        the device, as in the abstract of OAC. Both give the same values.
       capacity: initial {stack: U} of the plans, as for `Serial`.
 
     Attributes:
@@ -90,12 +88,11 @@ class Pipeline(Engine):
     def __init__(
         self, task: Task, state: TrainState, callbacks: Iterable[Callback | AfterStep] = (), *, mode: str = "oac",
         window: int | None = None, send: Callable | None = None, fetch: Callable | None = None,
-        loaders: int = 2, fetchers: int = 1, ahead: int = 2, validation: str = "planned",
-        capacity: Mapping[str, int] | None = None,
+        loaders: int = 2, fetchers: int = 1, ahead: int = 2, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         super().__init__(callbacks)
         state = with_unguarded_tables(state)
-        options = check_options(mode, window, validation, loaders=loaders, fetchers=fetchers, ahead=ahead)
+        options = check_options(mode, window, loaders=loaders, fetchers=fetchers, ahead=ahead)
         self.mode, self.window = options.mode, options.window
         mesh = checked_mesh(task, state)
         self._stages = self.stages_type(task.checked_update, state, mesh, options, send, fetch, capacity)
@@ -287,8 +284,8 @@ class Pipeline(Engine):
             return self._try_change(change, self.tables)
         finally:
             with uninterrupted():
-                # Before the restart, as loaders may gather at once. The restart voids the ring and the sources of
-                # earlier batches; otherwise a later batch would undo the change.
+                # Before the restart, as loaders may gather at once. The restart voids the ring; otherwise a later batch
+                # would undo the change.
                 self._progress.mark_current()
                 self.flight.restart()
 
@@ -316,7 +313,7 @@ class Pipeline(Engine):
     def reset(self, state: TrainState) -> None:
         """Continue from another state, such as a restored image, after an error or before the next run.
 
-        Ring entries and last writers of earlier batches become void; announced snapshots, lost rows and lost shards are
+        Ring entries of earlier batches become void; announced snapshots, lost rows and lost shards are
         forgotten. The caller rewinds the batches to the step of the state.
 
         Raises:

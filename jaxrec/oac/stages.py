@@ -2,13 +2,13 @@
 
     plan -> send inputs -> gather, send rows -> COMMIT -> fetch -> write back
 
-On the device, four programs validate, replay, update and append, not one: `update` is then the same compiled program
+On the device, three programs repair, update and append, not one: `update` is then the same compiled program
 in every mode and in a loop without a pipeline, so that bitwise equality does not depend on fusion.
 
-Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), row
-numbers, rows that the ring provides.
+Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), and
+row numbers where nothing is repaired.
 
-Legend: W window, S shards, U padded unique rows per shard, C rows that are transferred.
+Legend: W window, S shards, U padded unique rows per shard.
 """
 
 import collections
@@ -26,7 +26,6 @@ from jaxrec import validate
 from jaxrec.embedding import capacity_of, plan
 from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
-from jaxrec.oac.ring import LastWriters, count_found, written_since
 from jaxrec.prefetch import result_or_error
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.types import Batch, Plan, Rows, TrainState
@@ -47,44 +46,55 @@ class Item:
     batch: Any = None
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
     reads: Any = None  # Inputs of bool: leaves that device programs read
-    # i32[S, U] place of each row in the ring, -1 without a writer in the window.
-    source: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     over: Any = None  # END, or an error of a stage before the commit: neither this batch nor a later one is committed
     inputs: Any = None  # Inputs
-    # Set when the gather begins: batches before `watermark` are written, and the ring lacks those before `floor`.
+    # Set when the gather begins: batches before `watermark` are written, and those before `floor` are void in the ring.
     watermark: int = 0
     floor: int = 0
-    # f32[S, U, E] gathered, possibly stale, on the device ([S, C, E] without rows of the ring); then updated; then on
-    # the host.
-    rows: Any = None
+    rows: Any = None  # {stack: Rows} gathered, possibly stale, on the device; then updated; then on the host
     read: Any = None  # gathered rows on the host, if `add` will subtract them
-    source_there: Any = None  # `source` on the device, without entries that the ring lacks
-    stale: Any = 0  # rows whose last writer was not written when the gather began; i32[] if the device validates
-    patched: Any = 0  # rows that the ring provides
+    stale: Any = 0  # i32[] rows whose last writer was not written when the gather began
+    patched: Any = 0  # i32[] rows that the ring provides
     gathered: bool = False
     loaded: bool = False
     fetched: bool = False
 
     def afresh(self) -> "Item":
         """Return the same batch before it was gathered."""
-        return Item(self.number, self.batch, self.plans, self.reads, self.source, self.over, self.inputs)
+        return Item(self.number, self.batch, self.plans, self.reads, self.over, self.inputs)
 
 
 @functools.lru_cache
-def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...]) -> dict[str, Callable]:
-    """Return the jitted functions of `ring`, shared by all pipelines on a mesh."""
-    plans, split = plan_specs(stacks), shardings(SPLIT, mesh)
+def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], shards: int) -> dict[str, Callable]:
+    """Return the jitted functions of `ring`, shared by all pipelines on a mesh with tables of so many shards."""
+    plans, split, number = plan_specs(stacks), shardings(SPLIT, mesh), EVERYWHERE
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
+    repair_shards = on_mesh(functools.partial(repair, shards), SPLIT, SPLIT, plans, number, number, number)
+
+    def repair_all(*given):
+        rows, *counts = repair_shards(*given)
+        return rows, *(count.sum() for count in counts)
+
     return {
-        "replay": jax.jit(on_mesh(rings.replay, SPLIT, SPLIT, SPLIT)),
-        "append": jax.jit(on_mesh(rings.append, SPLIT, SPLIT, SPLIT, EVERYWHERE), donate_argnums=0),
-        "validate": jax.jit(on_mesh(rings.validate, SPLIT, plans, EVERYWHERE)),
+        "repair": jax.jit(repair_all),
+        "append": jax.jit(
+            on_mesh(functools.partial(rings.append, shards=shards), SPLIT, plans, SPLIT, number), donate_argnums=0
+        ),
         # Created with its final sharding: no device ever holds the rings of all shards.
-        "init": jax.jit(rings.init, static_argnums=(1, 2), out_shardings=split),
+        "init": jax.jit(
+            lambda rows, size, window: rings.init(rows, dict(size), window), static_argnums=(1, 2), out_shardings=split
+        ),
         "widen": jax.jit(
-            lambda ring, capacity: rings.resize(ring, dict(capacity)), static_argnums=1, out_shardings=split
+            lambda ring, capacity: rings.widen(ring, dict(capacity)), static_argnums=1, out_shardings=split
         ),
     }
+
+
+def repair(shards: int, ring: rings.Ring, rows: dict[str, Rows], plans: dict[str, Plan], number, floor, watermark):
+    """Return the valid rows of a batch, the number of those from the ring, and of those that were stale."""
+    source = rings.validate(ring, plans, number, floor, shards)
+    stale = rings.validate(ring, plans, number, watermark, shards)
+    return rings.replay(ring, rows, source), rings.count_found(source)[None], rings.count_found(stale)[None]
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -102,19 +112,17 @@ class Stages:
         self, update: Callable, state: TrainState, mesh: jax.sharding.Mesh, options: PipelineOptions,
         send: Callable | None = None, fetch: Callable | None = None, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        self.options, self.depth = options, options.depth
+        self.options, self.slots = options, options.window
         self.dense, self.tables = state
         self.ring: Any = None  # Ring, from the first batch on
         spec = self.tables.spec
-        self.last = LastWriters(spec, options.window, options.depth) if options.plans_sources else None
         self.capacity = capacity  # {stack: U}; U only grows
         self.counters: collections.Counter = collections.Counter()
         self._lock = threading.Lock()  # guards the counters
         self.update: Callable = jax.jit(update, donate_argnums=0)
-        self._jitted, self._programs = self.update, compile_ops(mesh, tuple(spec.stacks))
+        self._jitted, self._programs = self.update, compile_ops(mesh, tuple(spec.stacks), spec.shards)
         self._send, self._fetch = send or jax.device_put, fetch or fetch_whole
         self._placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._validates = options.repairs and not options.plans_sources
         self._reads: dict = {}  # {shapes: Inputs of bool}
 
     def compiled(self) -> int:
@@ -131,7 +139,7 @@ class Stages:
         # Traced here, not before the transfer: a batch that the step refuses is no more returned to the stream than one
         # that cannot be planned.
         reads = self._reads_of(Inputs(plans, batch))
-        return Item(number, batch, plans, reads, self.last.sources(plans, number) if self.last else {})
+        return Item(number, batch, plans, reads)
 
     def _reads_of(self, inputs):
         """Return which leaves of plans and batch the programs of a step read."""
@@ -142,7 +150,7 @@ class Stages:
             # The same dead-code elimination by which `jit` drops unused arguments.
             read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
             found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
-            if self._validates:
+            if self.options.repairs:
                 plans = {name: p._replace(unique=True, count=True) for name, p in found.plans.items()}
                 found = found._replace(plans=plans)
             self._reads[key] = found
@@ -167,19 +175,15 @@ class Stages:
         # The other leaves are still arguments of the step; `jit` drops them before any transfer.
         item.inputs = jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, sent)
 
-    def gather(self, item: Item) -> tuple[dict[str, Rows], dict[str, np.ndarray]]:
-        """Return the rows of an admitted batch, and the places in the ring of those that it provides."""
-        source = item.source
-        if item.number - self.options.window < item.floor:  # the ring lacks some batches of the window
-            source = written_since(source, item.number, self.options.window, item.floor)
-        return self.tables.read(item.plans), source
+    def gather(self, item: Item) -> dict[str, Rows]:
+        """Return the rows of an admitted batch."""
+        return self.tables.read(item.plans)
 
-    def send_rows(self, item: Item, read: dict[str, Rows], source: dict[str, np.ndarray]) -> None:
+    def send_rows(self, item: Item, read: dict[str, Rows]) -> None:
         """Send gathered rows."""
-        self._count_bytes("bytes_sent", nbytes((read, source)))
-        item.rows, item.source_there = self._send((read, source), self._placement["rows"])
-        item.stale = count_found(written_since(source, item.number, self.options.window, item.watermark))
-        item.patched, item.read = count_found(source), read if self.options.adds else None
+        self._count_bytes("bytes_sent", nbytes(read))
+        item.rows = self._send(read, self._placement["rows"])
+        item.read = read if self.options.adds else None
 
     def commit(self, item: Item) -> dict:
         """Run the step of a loaded batch, as `ring.commit`: replace `dense` and the item's rows; return the metrics.
@@ -190,33 +194,30 @@ class Stages:
         if repairs:
             # Every program needs a ring as wide as the batch, even if the batch takes no row from it.
             self._fit_ring(item)
-            rows, source = self.repair(item)
+            rows = self.repair(item)
         self.dense, item.rows, metrics = self.update(self.dense, rows, *item.inputs)
         if repairs:
             # After the update, as later batches are repaired from its final rows.
-            unique = {name: p.unique for name, p in item.inputs.plans.items()} if self._validates else {}
-            self.ring = self._programs["append"](self.ring, unique, item.rows, np.int32(item.number))
-            if self._validates:  # it finds exactly the rows that the gather could not see
-                item.stale = item.patched = count_found(source)
+            self.ring = self._programs["append"](self.ring, item.inputs.plans, item.rows, np.int32(item.number))
             metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
         # Freed before another batch needs the memory.
-        item.inputs = item.source_there = None
+        item.inputs = None
         return metrics
 
     def _fit_ring(self, item):
         """Create the ring at the first batch; widen it when a capacity has grown."""
         capacity = capacity_of(item.plans)
         if self.ring is None:
-            self.ring = self._programs["init"](item.rows, self.depth, self._validates)
-        elif any(r.value.shape[2] != capacity[name] for name, r in self.ring.rows.items()):
+            size = tuple((name, stack.rows_per_shard) for name, stack in self.tables.spec.stacks.items())
+            self.ring = self._programs["init"](item.rows, size, self.slots)
+        elif any(r.value.shape[2] < capacity[name] for name, r in self.ring.rows.items()):
             self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
 
-    def repair(self, item: Item) -> tuple[dict, dict]:
-        """Return the valid rows of a batch, and the ring places from which stale rows were replaced."""
-        source = item.source_there
-        if self._validates:
-            source = self._programs["validate"](self.ring, item.inputs.plans, np.int32(item.watermark - 1))
-        return self._programs["replay"](self.ring, item.rows, source), source
+    def repair(self, item: Item) -> dict[str, Rows]:
+        """Return the valid rows of a batch; count those from the ring."""
+        numbers = (np.int32(number) for number in (item.number, item.floor, item.watermark))
+        rows, item.patched, item.stale = self._programs["repair"](self.ring, item.rows, item.inputs.plans, *numbers)
+        return rows
 
     def dense_is_lost(self) -> bool:
         """Return whether the dense state was given to an update that failed, possibly after its call had returned."""
