@@ -63,7 +63,6 @@ REFUSED = {
     "--pipeline oac": "--pipeline oac is for --tables host",
     "--tables host --window 4": "--window 4 is for --pipeline oac or async",
     "--tables host --pipeline semisync --window 4": "--window 4 is for",
-    "--tables host --stale-rows device": "--stale-rows device is for --pipeline oac",
     # ShadowSync.
     "--trainers 2": "--trainers 2 is for --shadowsync",
     "--sync-form lerp": "--sync-form lerp is for --shadowsync",
