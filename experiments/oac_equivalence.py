@@ -290,7 +290,8 @@ class RingOfOne(Pipeline):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._stages.slots = 1
+        programs = self._stages._programs
+        self._stages._programs = programs | {"init": lambda rows, size, window: programs["init"](rows, size, 1)}
 
 
 class Unordered(Flight):

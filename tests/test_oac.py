@@ -91,9 +91,12 @@ def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, win
         plans = jaxrec.plan(SPEC, draw_ids(SPEC, 4, int(rng.integers(2**31))), capacity)
         read = jax.tree.map(jnp.asarray, tables.read(plans))
         held = ring.init(read, SIZE, window) if held is None else held
-        right = jax.tree.map(np.asarray, _replay(held, read, _validate(held, plans, number, floor)))
+        source = _validate(held, plans, number, floor)
+        right = jax.tree.map(np.asarray, _replay(held, read, source))
         new = jax.tree.map(lambda leaf, n=number: leaf + n + 1, read)
         for name, p in plans.items():
+            unused = np.arange(p.unique.shape[1]) >= p.count[:, None]
+            assert (np.asarray(source[name])[unused] == -1).all()
             for shard, u in ((s, u) for s, count in enumerate(p.count) for u in range(count)):
                 row = (name, int(p.unique[shard, u]))
                 at, rows = written.get(row, (-1, None))

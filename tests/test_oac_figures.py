@@ -271,7 +271,7 @@ def shaped(shape):
 
 
 def held_on_the_host(pipeline):
-    """Bytes of a pipeline's numpy arrays without its tables: batches in flight and last writers."""
+    """Bytes of a pipeline's numpy arrays without its tables: batches in flight."""
     tables = reachable(pipeline.tables.shards)
     mine = [thing for key, thing in reachable(pipeline).items() if key not in tables]
     return sum(thing.nbytes for thing in mine if isinstance(thing, (np.ndarray, np.generic)))

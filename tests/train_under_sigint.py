@@ -25,7 +25,7 @@ OPTIONS = [
     {"window": 3},
     {"window": 3, "loaders": 3},
     {"mode": "sync"},
-    {"window": 4},
+    {"window": 1},
 ]
 
 

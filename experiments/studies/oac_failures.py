@@ -196,8 +196,7 @@ def _pipeline(problem, kind, trap, rng):
         traps = {"before_write": lambda shards: trap()}
     return Pipeline(
         problem.task, state._replace(tables=WatchedTables.of(state.tables, **traps)),
-        window=int(rng.integers(1, 7)), send=send, fetch=fetch,
-        **threads,
+        window=int(rng.integers(1, 7)), send=send, fetch=fetch, **threads,
     )  # fmt: skip
 
 

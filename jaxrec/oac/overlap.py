@@ -180,9 +180,7 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
         "append": over(append, SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),
         "init": jax.jit(functools.partial(_init, window), static_argnums=1, out_shardings=split),
-        "widen": jax.jit(
-            lambda ring, capacity: rings.widen(ring, dict(capacity)), static_argnums=1, out_shardings=split
-        ),
+        "widen": jax.jit(rings.widen, static_argnums=1, out_shardings=split),
     }
 
 

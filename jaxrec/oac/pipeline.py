@@ -63,7 +63,7 @@ class Pipeline(Engine):
       callbacks: see `Engine`.
       mode: 'sync', 'async', 'semisync' or 'oac'.
       window: W, the number of preceding batches that may be unwritten when a batch is gathered; fixed in sync (0) and
-        semisync (1).
+        semisync (1). In oac the devices hold the rows of W batches, and 8 bytes for each row of the tables.
       send: (tree of arrays, tree of shardings) -> tree on the device, called in loader threads; None for
         `jax.device_put`.
       fetch: (tree on the device) -> tree of numpy arrays, called in fetcher threads; None to start a copy and wait,

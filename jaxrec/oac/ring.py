@@ -11,8 +11,8 @@ derived:
         admission: batches before t - W are written when the batch is read
         the ring holds all of the last W batches
 
-The first axis of every leaf is the shard axis, with one ring per shard, so all functions work under `shard_map`
-unchanged.
+The first axis of every leaf is the shard axis, with one ring per shard, so all functions but `commit`, whose update
+may hold a `shard_map` of its own, work under one, where they are given the number of `shards` of all devices.
 
 Legend: S shards, W slots of the ring, U padded unique rows per shard, V rows of a shard, E embedding width, K slot
 width.
@@ -28,6 +28,7 @@ from jaxrec.bounds import whole_number
 from jaxrec.types import Array, Plan, Rows
 
 _NEVER = -(2**31)
+Items = Mapping[str, int] | tuple[tuple[str, int], ...]  # the second, which has a hash, for `jax.jit`
 
 
 class Ring(NamedTuple):
@@ -39,12 +40,12 @@ class Ring(NamedTuple):
     place: dict[str, Array]  # {stack: i32[S, V]} place of the row in that batch
 
 
-def init(rows: Mapping[str, Any], rows_per_shard: Mapping[str, int], window: int) -> Ring:
+def init(rows: Mapping[str, Any], rows_per_shard: Items, window: int) -> Ring:
     """Return an empty ring.
 
     Args:
       rows: {stack: Rows} with the shapes of a batch, f32[S, U, E]; the values are not used.
-      rows_per_shard: {stack: V}.
+      rows_per_shard: {stack: V}, or its items.
       window: W.
 
     Returns:
@@ -55,7 +56,8 @@ def init(rows: Mapping[str, Any], rows_per_shard: Mapping[str, int], window: int
     """
     window = whole_number("window", window)
     empty = lambda leaf: jnp.zeros((leaf.shape[0], window, *leaf.shape[1:]), leaf.dtype)
-    shape = {name: (jax.tree.leaves(tree)[0].shape[0], rows_per_shard[name]) for name, tree in rows.items()}
+    size = dict(rows_per_shard)
+    shape = {name: (jax.tree.leaves(tree)[0].shape[0], size[name]) for name, tree in rows.items()}
     return Ring(
         jax.tree.map(empty, dict(rows)),
         {name: jnp.full(shape[name], _NEVER, jnp.int32) for name in rows},
@@ -63,9 +65,10 @@ def init(rows: Mapping[str, Any], rows_per_shard: Mapping[str, int], window: int
     )
 
 
-def widen(ring: Ring, capacity: Mapping[str, int]) -> Ring:
-    """Widen the slots to at least U = capacity[stack] rows per shard; rows keep their places."""
-    return ring._replace(rows={name: _widened(tree, 2, capacity[name]) for name, tree in ring.rows.items()})
+def widen(ring: Ring, capacity: Items) -> Ring:
+    """Widen the slots to at least U rows per shard of {stack: U}, or its items; rows keep their places."""
+    size = dict(capacity)
+    return ring._replace(rows={name: _widened(tree, 2, size[name]) for name, tree in ring.rows.items()})
 
 
 def _widened(tree, axis, size):

@@ -8,7 +8,7 @@ in every mode and in a loop without a pipeline, so that bitwise equality does no
 Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), and
 row numbers where nothing is repaired.
 
-Legend: W window, S shards, U padded unique rows per shard.
+Legend: W window, U padded unique rows per shard.
 """
 
 import collections
@@ -81,12 +81,8 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], shards: int) -
             on_mesh(functools.partial(rings.append, shards=shards), SPLIT, plans, SPLIT, number), donate_argnums=0
         ),
         # Created with its final sharding: no device ever holds the rings of all shards.
-        "init": jax.jit(
-            lambda rows, size, window: rings.init(rows, dict(size), window), static_argnums=(1, 2), out_shardings=split
-        ),
-        "widen": jax.jit(
-            lambda ring, capacity: rings.widen(ring, dict(capacity)), static_argnums=1, out_shardings=split
-        ),
+        "init": jax.jit(rings.init, static_argnums=(1, 2), out_shardings=split),
+        "widen": jax.jit(rings.widen, static_argnums=1, out_shardings=split),
     }
 
 
@@ -95,6 +91,11 @@ def repair(shards: int, ring: rings.Ring, rows: dict[str, Rows], plans: dict[str
     source = rings.validate(ring, plans, number, floor, shards)
     stale = rings.validate(ring, plans, number, watermark, shards)
     return rings.replay(ring, rows, source), rings.count_found(source)[None], rings.count_found(stale)[None]
+
+
+def numbers_of_rows(plans: dict[str, Plan]) -> dict[str, Plan]:
+    """Return plans without what depends on the batch's size, for which programs of the ring would be compiled anew."""
+    return {name: p._replace(inverse={}) for name, p in plans.items()}
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -112,7 +113,7 @@ class Stages:
         self, update: Callable, state: TrainState, mesh: jax.sharding.Mesh, options: PipelineOptions,
         send: Callable | None = None, fetch: Callable | None = None, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
-        self.options, self.slots = options, options.window
+        self.options = options
         self.dense, self.tables = state
         self.ring: Any = None  # Ring, from the first batch on
         spec = self.tables.spec
@@ -198,7 +199,8 @@ class Stages:
         self.dense, item.rows, metrics = self.update(self.dense, rows, *item.inputs)
         if repairs:
             # After the update, as later batches are repaired from its final rows.
-            self.ring = self._programs["append"](self.ring, item.inputs.plans, item.rows, np.int32(item.number))
+            plans = numbers_of_rows(item.inputs.plans)
+            self.ring = self._programs["append"](self.ring, plans, item.rows, np.int32(item.number))
             metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
         # Freed before another batch needs the memory.
         item.inputs = None
@@ -209,14 +211,15 @@ class Stages:
         capacity = capacity_of(item.plans)
         if self.ring is None:
             size = tuple((name, stack.rows_per_shard) for name, stack in self.tables.spec.stacks.items())
-            self.ring = self._programs["init"](item.rows, size, self.slots)
+            self.ring = self._programs["init"](item.rows, size, self.options.window)
         elif any(r.value.shape[2] < capacity[name] for name, r in self.ring.rows.items()):
             self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
 
     def repair(self, item: Item) -> dict[str, Rows]:
         """Return the valid rows of a batch; count those from the ring."""
         numbers = (np.int32(number) for number in (item.number, item.floor, item.watermark))
-        rows, item.patched, item.stale = self._programs["repair"](self.ring, item.rows, item.inputs.plans, *numbers)
+        plans = numbers_of_rows(item.inputs.plans)
+        rows, item.patched, item.stale = self._programs["repair"](self.ring, item.rows, plans, *numbers)
         return rows
 
     def dense_is_lost(self) -> bool:
