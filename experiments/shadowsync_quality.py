@@ -175,6 +175,8 @@ class QualityJob:
     def __init__(self, config: Config, data: Callable[[int], Data]):
         keep_memory()
         self.config, self.data = config, data
+        # Of the last seed, as its arms train on the same batches: 160 bytes per example, a fifth of the time to make.
+        self.batches = functools.lru_cache(maxsize=1)(lambda seed: list(data(seed).train(0)))
         self.job_of = functools.cache(self._make)
 
     def _make(self, steps: int | None, factor: float = 1.0, shards: int = 1) -> tuple[ClickJob, Callable]:
@@ -207,7 +209,7 @@ class QualityJob:
         tables = DeviceTables.create(dataclasses.replace(job.spec, seed=own), job.task.row_optimizer)
         emulation = Emulation(job.task, job.init(own), trainers, workers, script_of(arm, config), own, tables)
         start = time.perf_counter()
-        losses = emulation.run(data.train(0))
+        losses = emulation.run(self.batches(seed))
         if self.config.last_rounds:
             emulation.finish()
         replicas = [dense.params for dense in emulation.dense]
