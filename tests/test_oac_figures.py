@@ -16,10 +16,7 @@ from hypothesis import strategies as st
 from oac_equivalence import same
 from oac_link import oracle_rows, window_rows
 from oac_task import (
-    OPTIMIZER,
-    ROWS,
     SPEC,
-    loss,
     make_batches,
     make_state,
     pipeline_with,
@@ -77,31 +74,13 @@ def test_bytes_are_those_handed_to_send_and_fetch(way):
     assert counters["bytes_sent"] == seen["sent"] and counters["bytes_fetched"] == seen["fetched"]
 
 
-def looks_at_ids(params, activations, batch):
-    """`loss` plus a term that depends on the ids."""
-    return loss(params, activations, batch) + jnp.where(batch.ids["pair"][:, 0] % 2 == 0, 0.25, 0.0)
-
-
-@pytest.mark.parametrize(("of", "unread"), [(loss, "ids"), (looks_at_ids, "")])
-@pytest.mark.parametrize("way", ["sync", "oac"])
-def test_what_no_program_reads_stays_on_the_host(of, unread, way):
-    """Row numbers stay if nothing is repaired, ids stay unless the loss reads them."""
-    batches, seen, task = make_batches(6), [], jaxrec.Task(SPEC, of, OPTIMIZER, ROWS)
-
-    def send(tree, placement):
-        seen.append(tree)
-        return jax.device_put(tree, placement)
-
-    with Pipeline(task, make_state(), send=send, **WAYS[way]) as pipeline:
-        losses = [float(metrics["loss"]) for _, metrics in pipeline.run(batches)]
-    inputs = [tree for tree in seen if isinstance(tree, tuple)]
-    assert len(inputs) == len(batches) and len(set(losses)) == len(losses)
-    for plans, batch in inputs:
-        assert batch.dense is not None and batch.label is not None and batch.weight is not None
-        assert (batch.ids["pair"] is None) is bool(unread) and batch.ids["bag"] is None
-        for p in plans.values():
-            assert (p.unique is None) is (p.count is None) is (way == "sync")
-            assert all(each is not None for each in p.inverse.values())
+@settings(max_examples=examples(6, 20))
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_bytes_of_the_ring_are_those_that_its_docs_name(shards, window, unique, rows_per_shard, width):
+    """4 W S U (E + K) + 8 S V, here with one slot."""
+    rows = Rows(np.zeros((shards, unique, width), np.float32), {"sum": np.zeros((shards, unique, 1), np.float32)})
+    expected = 4 * window * shards * unique * (width + 1) + 8 * shards * rows_per_shard
+    assert nbytes(ring.init({"s": rows}, {"s": rows_per_shard}, window)) == expected
 
 
 @settings(max_examples=examples(6, 20))
@@ -361,18 +340,18 @@ class Measured:
 PAIRS = [(way, shape) for way in ("sync", "semisync", "async", "oac") for shape in SHAPES]
 
 
-def memory_bytes(way, window, rows, row_floats, input_bytes, unread_bytes, table_rows, ahead=2):
+def memory_bytes(way, window, rows, row_floats, input_bytes, table_rows, ahead=2):
     """Return {place: peak bytes} of a full pipeline with two loaders, as docs/oac.md has it for oac.
 
     On the device, the rows of each batch in flight, and three copies of those in work (two where nothing is repaired),
-    with the inputs that the step reads; on a CPU fetched rows are views of those. In oac also the ring. On the host,
+    with the inputs; on a CPU fetched rows are views of those. In oac also the ring. On the host,
     rows in transfer, twice where the gathered rows are kept, and what is planned.
     """
     in_flight, repairs = window + 1, way == "oac"
     device = (in_flight + 1 + repairs + repairs * window) * row_floats
     host = in_flight * row_floats * (2 if way in ("semisync", "async") else 1)
     return {
-        "device": 4 * rows * device + (in_flight + ahead) * (input_bytes - unread_bytes) + 8 * table_rows * repairs,
+        "device": 4 * rows * device + (in_flight + ahead) * input_bytes + 8 * table_rows * repairs,
         "host": 4 * rows * host + (2 * in_flight + ahead) * input_bytes,
     }
 
@@ -385,10 +364,8 @@ def test_memory_is_what_the_docs_say(way, shape):
     found = Measured(spec, batches, **options)
     plans = jaxrec.plan(spec, batches[0].ids, found.capacity)
     (p,) = plans.values()
-    # The loss reads no ids; row numbers are read only where rows are repaired.
-    unread = nbytes(batches[0].ids) + (way != "oac") * nbytes((p.unique, p.count))
     size = nbytes((plans, batches[0]))
-    expected = memory_bytes(way, window, p.unique.size, 2 * SHAPES[shape][3], size, unread, SHAPES[shape][0])
+    expected = memory_bytes(way, window, p.unique.size, 2 * SHAPES[shape][3], size, SHAPES[shape][0])
     assert 0.9 < (found.filled[0] - 2 * found.dense) / expected["device"] < 1.1, (found.filled, expected)
     assert (max(found.most) - 2 * found.dense) / expected["device"] < 1.05, (max(found.most), expected)
     assert 0.99 < found.host[0] / expected["host"] < 1.01, (found.host, expected)

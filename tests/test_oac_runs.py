@@ -922,6 +922,8 @@ def test_a_step_that_fails_after_its_update_counts_and_its_rows_are_lost():
         def commit(self, item):
             metrics = super().commit(item)
             if item.number == 4:
+                for leaf in jax.tree.leaves(self.ring):  # as if `append` had failed, to which it is donated
+                    leaf.delete()
                 raise Broken
             return metrics
 
@@ -931,6 +933,9 @@ def test_a_step_that_fails_after_its_update_counts_and_its_rows_are_lost():
     assert "in stage 'commit' of the pipeline, batch 4" in all_notes(raised.value)
     assert pipeline.step == 5 and no_threads_left()
     refuses_everything(pipeline, 5, [4] * 4)
+    pipeline.reset(make_state())
+    losses = losses_of(pipeline, make_batches(8))
+    assert same((pipeline.state, losses), plain_loop(make_batches(8)))
 
 
 # ---- failures beside others, and beside changes

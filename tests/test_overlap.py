@@ -22,7 +22,6 @@ import jaxrec
 from jaxrec import Serial
 from jaxrec.embedding import native, plan
 from jaxrec.oac import Overlap, overlap
-from jaxrec.oac import ring as rings
 from jaxrec.sharding import mesh_of
 
 OVER_FOUR = dataclasses.replace(TASK, mesh=jaxrec.make_mesh(devices=jax.devices()[:4]))
@@ -130,31 +129,23 @@ def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
         assert same(found, wanted)
 
 
-def _unrepaired(ring, traced, plans, records, number, floor):
+def _unrepaired(ring, traced, plans, records, number):
     nothing, traced = traced.end_read()
     return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing[None], traced
 
 
-def _too_early(window, ring, traced, plans, number, floor):
+def _too_early(window, ring, traced, plans, number):
     unique = {name: plan.unique for name, plan in plans.items()}
     records, traced = traced.begin_read(plans, window * len(plans))
     return unique, records, traced
 
 
-def _ever(ring, plans, number, floor, shards, validate=rings.validate):
-    return validate(ring, plans, number, jnp.zeros_like(floor), shards)
-
-
 @pytest.mark.parametrize(
-    ("module", "part", "wrong", "between"),
-    [
-        (overlap, "replay", _unrepaired, False),
-        (overlap, "begin", _too_early, False),
-        (rings, "validate", _ever, True),
-    ],
+    ("part", "wrong", "between"),
+    [("replay", _unrepaired, False), ("begin", _too_early, False), ("uses_of", lambda tables: 0, True)],
 )
-def test_the_law_sees_what_is_left_out(play, monkeypatch, module, part, wrong, between):
-    """No replay; reads that wait for one put too few; a stamp that outlives what the host has written."""
+def test_the_law_sees_what_is_left_out(play, monkeypatch, part, wrong, between):
+    """No replay; reads that wait for one put too few; a ring that outlives what the host has written."""
     batches = [batch_at(step) for step in range(30)]
     plans = [plan(SPEC, batch.ids, {"width_4": 32, "width_1": 16}) for batch in batches]
 
@@ -172,7 +163,7 @@ def test_the_law_sees_what_is_left_out(play, monkeypatch, module, part, wrong, b
     wanted = run(TASK)
     play(5)
     assert same(run(Overlap(TASK, 2)), wanted)
-    monkeypatch.setattr(module, part, wrong)
+    monkeypatch.setattr(overlap, part, wrong)
     overlap.compile_programs.cache_clear()
     try:
         assert not same(run(Overlap(TASK, 2)), wanted)

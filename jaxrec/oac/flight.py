@@ -51,7 +51,6 @@ class Flight:
         self.items: dict[int, Item] = {}  # planned and not written
         self.planned = self.committed = self.written = first
         self.next = {"load": first, "fetch": first, "write back": first}
-        self.floor = first  # the ring lacks batches before it
         self.gathering = 0  # gathers in progress
         self.paused = self.stopped = False
         self.in_stream = False  # the planner is inside the caller's iterator, which may block
@@ -183,7 +182,7 @@ class Flight:
                 return False
             # Atomic with reading `written`, as rows written from here on may be read torn.
             self.gathering += 1
-            item.floor, item.watermark = self.floor, max(self.written, self.floor)
+            item.watermark = self.written
             return True
 
     def _gather(self, item):
@@ -288,7 +287,7 @@ class Flight:
     def restart(self) -> None:
         """Continue after `pause`: all batches that are not committed are loaded again, and the ring is void."""
         with self._changing():
-            self.next["load"] = self.floor = self.committed
+            self.next["load"], self.stages.ring = self.committed, None
             self.items |= {number: item.afresh() for number, item in self.items.items() if number >= self.committed}
             self.paused = False
 

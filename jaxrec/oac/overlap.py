@@ -39,6 +39,7 @@ class Begun(NamedTuple):
 
     plans: dict[str, Plan]  # of the batch, as given
     sent: dict[str, Plan]  # the same, on several devices
+    numbers: dict[str, Plan]  # those of `sent`, as the programs of the ring take them
     unique: dict[str, Array]  # row numbers, -1 for rows that the ring will hold
     records: dict[str, Array]
 
@@ -75,8 +76,8 @@ class Overlap:
         self._update: Callable = jax.jit(task.checked_update, donate_argnums=0)
         self._programs = compile_programs(as_mesh(task.mesh), tuple(task.spec.stacks), self.window)
         self._capacity: dict[str, int] = {}
-        self._ring: Any = None  # Ring
-        self._number = self._floor = 0  # of the next batch; batches before the floor are void
+        self._ring: Any = None  # Ring; None when it is void
+        self._number = 0  # of the next batch
         self._begun: Begun | None = None
         self._announced: dict[str, Plan] | None = None
         self._kept: collections.deque = collections.deque(maxlen=self.window + 1)  # what unfinished puts read
@@ -102,34 +103,35 @@ class Overlap:
         if begun is None or begun.plans is not plans:
             traced = self._drop_begun(traced)
             begun, traced = self._begin(tables, traced, plans)
-        plans, number, floor = begun.sent, np.int32(self._number), np.int32(self._floor)
-        rows, patched, traced = self._programs["replay"](self._ring, traced, plans, begun.records, number, floor)
+        plans, number = begun.sent, np.int32(self._number)
+        rows, patched, traced = self._programs["replay"](self._ring, traced, begun.numbers, begun.records, number)
         self._begun, upcoming, self._announced = None, self._announced, None
         if upcoming is not None:
             self._begun, traced = self._begin(tables, traced, upcoming, ahead=1)
         dense, new, metrics = self._update(state.dense, rows, plans, batch)
-        self._ring, records, traced = self._programs["append"](self._ring, traced, plans, new, number)
+        self._ring, records, traced = self._programs["append"](self._ring, traced, begun.numbers, new, number)
         self._number += 1
-        self._kept.append((plans, records))
+        self._kept.append((begun.numbers, records))
         tables = tables.with_traced(traced)
         tables.keep((*self._kept, self._begun))
-        self._seen = _uses(tables)
+        self._seen = uses_of(tables)
         return TrainState(dense, tables), {**metrics, "patched_rows": patched}
 
     def _attach(self, tables):
         """Void the ring and what is being read, if others have used the tables since the last step."""
-        if self._seen == _uses(tables):
+        if self._seen == uses_of(tables):
             return
         self._drop_begun(tables.traced)
         _ = tables.host  # waits for all puts, whoever has begun them
         self._kept.clear()
-        self._floor, self._seen = self._number, _uses(tables)
+        self._ring, self._seen = None, uses_of(tables)
 
     def _begin(self, tables, traced, plans, ahead=0):
-        number, floor = np.int32(self._number + ahead), np.int32(self._floor)
         sent = self._programs["send"](plans)
-        unique, records, traced = self._programs["begin"](self._ring, traced, sent, number, floor)
-        begun = Begun(plans, sent, unique, records)
+        numbers = rings.numbers_of_rows(sent)
+        number = np.int32(self._number + ahead)
+        unique, records, traced = self._programs["begin"](self._ring, traced, numbers, number)
+        begun = Begun(plans, sent, numbers, unique, records)
         tables.keep(begun)  # though this step may fail
         return begun, traced
 
@@ -144,11 +146,11 @@ class Overlap:
         if self._ring is None:
             self._ring = self._programs["init"](traced, capacity)
         elif any(self._ring.rows[name].shape[2] < width for name, width in capacity):
-            self._ring = self._programs["widen"](self._ring, capacity)
+            self._ring = self._ring._replace(rows=self._programs["widen"](self._ring.rows, capacity))
 
 
-def _uses(tables):
-    """What changes whenever others read or write the rows."""
+def uses_of(tables: PinnedTables) -> tuple:
+    """Return what changes whenever others read or write the rows."""
     return weakref.ref(tables), int(tables.puts[0, 0]), tables.uses_by_host
 
 
@@ -156,7 +158,7 @@ def _uses(tables):
 def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: int) -> dict[str, Callable]:
     """Return the jitted functions of this module, shared by all over a mesh."""
     split = shardings(SPLIT, mesh)
-    plans, numbers = plan_specs(stacks), (EVERYWHERE, EVERYWHERE)
+    plans = plan_specs(stacks)
     placed = shardings(plans, mesh)
 
     def mapped(function, *inputs):
@@ -166,7 +168,7 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     def over(function, *inputs, **options):
         return jax.jit(mapped(function, *inputs), **options)
 
-    replay_mapped = mapped(replay, SPLIT, SPLIT, plans, SPLIT, *numbers)
+    replay_mapped = mapped(replay, SPLIT, SPLIT, plans, SPLIT, EVERYWHERE)
 
     def replay_all(*given):
         rows, patched, traced = replay_mapped(*given)
@@ -175,7 +177,7 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     return {
         # One GPU has planned them itself; to several devices each program would send them anew.
         "send": (lambda given: given) if mesh.size == 1 else functools.partial(jax.device_put, device=placed),
-        "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, *numbers),
+        "begin": over(functools.partial(begin, window), SPLIT, SPLIT, plans, EVERYWHERE),
         "replay": jax.jit(replay_all),
         "append": over(append, SPLIT, SPLIT, plans, SPLIT, EVERYWHERE, donate_argnums=0),
         "end": over(lambda traced: traced.end_read()[1], SPLIT),
@@ -184,23 +186,20 @@ def compile_programs(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], window: i
     }
 
 
-def begin(window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array, floor: Array):
+def begin(window: int, ring: Ring, traced: PinnedRows, plans: dict[str, Plan], number: Array):
     """Begin to read batch `number`, except rows that the ring will hold; return the rows read, records, tables."""
-    found = rings.validate(ring, plans, number, floor, traced.spec.shards)
-    read = {
-        name: plan._replace(unique=jnp.where(found[name] >= 0, -1, plan.unique), inverse={})
-        for name, plan in plans.items()
-    }
+    found = rings.validate(ring, plans, number, shards=traced.spec.shards)
+    read = {name: plan._replace(unique=jnp.where(found[name] >= 0, -1, plan.unique)) for name, plan in plans.items()}
     records, traced = traced.begin_read(read, (window - 1) * len(plans))
     return {name: plan.unique for name, plan in read.items()}, records, traced
 
 
 def replay(
-    ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array, floor: Array
+    ring: Ring, traced: PinnedRows, plans: dict[str, Plan], records: dict[str, Array], number: Array
 ) -> tuple[dict[str, Rows], Array, PinnedRows]:
     """Return the rows of batch `number` as of serial execution, how many are of the ring, the tables."""
     nothing, traced = traced.end_read()
-    found = rings.validate(ring, plans, number, floor, traced.spec.shards)
+    found = rings.validate(ring, plans, number, shards=traced.spec.shards)
     found = {name: one + nothing for name, one in found.items()}
     return traced.rows_of(rings.replay(ring, records, found)), rings.count_found(found)[None], traced
 

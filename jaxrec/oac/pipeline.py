@@ -157,6 +157,8 @@ class Pipeline(Engine):
             self._refuse()
             self._left, self._iterating = False, threading.current_thread()
             self._compiled_before = self._stages.compiled()
+            # Others may have trained the tables since, or it is dead, as a program to which it was donated has failed.
+            self._stages.ring = None
             # Batch numbers go on, so that what was planned before and not trained is void.
             left = self.flight
             self.flight = self.flight_type(self._stages, stream, left.planned, left.lost_shards)
@@ -208,6 +210,8 @@ class Pipeline(Engine):
             metrics = self._stages.commit(item)
         except BaseException as error:
             done = self._stages.dense is not before  # then the rows of the step are lost
+            if not done and isinstance(error, (TypeError, ValueError)):
+                item.batch = None  # a refused batch is not returned to the stream
             if done or self._stages.dense_is_lost():
                 self.flight.lose_rows(item.number, error)
             if done:

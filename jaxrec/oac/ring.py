@@ -65,10 +65,15 @@ def init(rows: Mapping[str, Any], rows_per_shard: Items, window: int) -> Ring:
     )
 
 
-def widen(ring: Ring, capacity: Items) -> Ring:
-    """Widen the slots to at least U rows per shard of {stack: U}, or its items; rows keep their places."""
+def widen(rows: Mapping[str, Any], capacity: Items) -> dict[str, Any]:
+    """Widen the slots of `Ring.rows` to at least U rows of {stack: U}, or its items; rows keep their places."""
     size = dict(capacity)
-    return ring._replace(rows={name: _widened(tree, 2, size[name]) for name, tree in ring.rows.items()})
+    return {name: _widened(tree, 2, size[name]) for name, tree in rows.items()}
+
+
+def numbers_of_rows(plans: Mapping[str, Plan]) -> dict[str, Plan]:
+    """Return plans without what depends on the batch's size, for which programs of the ring would be compiled anew."""
+    return {name: plan._replace(inverse={}) for name, plan in plans.items()}
 
 
 def _widened(tree, axis, size):
@@ -162,8 +167,7 @@ def append(
 
 
 def commit(
-    update: Callable, dense: Any, ring: Ring, rows: dict[str, Rows], plans: dict[str, Plan], batch: Any, number: Any,
-    floor: Any = 0,
+    update: Callable, dense: Any, ring: Ring, rows: dict[str, Rows], plans: dict[str, Plan], batch: Any, number: Any
 ):  # fmt: skip
     """Validate, replay, update and append one batch: the step of OAC in one function.
 
@@ -176,12 +180,12 @@ def commit(
       rows: {stack: Rows}, as read, possibly stale.
       plans: {stack: Plan} of the batch.
       batch: Batch.
-      number, floor: i32[], as for `validate`.
+      number: i32[], as for `validate`.
 
     Returns:
       dense', ring', rows' (final values to write back), metrics with 'patched_rows' i32[].
     """
-    source = validate(ring, plans, number, floor)
+    source = validate(ring, plans, number)
     dense, new, metrics = update(dense, replay(ring, rows, source), plans, batch)
     return dense, append(ring, plans, new, number), new, {**metrics, "patched_rows": count_found(source)}
 

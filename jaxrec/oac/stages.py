@@ -5,9 +5,6 @@
 On the device, three programs repair, update and append, not one: `update` is then the same compiled program
 in every mode and in a loop without a pipeline, so that bitwise equality does not depend on fusion.
 
-Data that no device program reads stay on the host: leaves of the batch that the loss does not use (often the ids), and
-row numbers where nothing is repaired.
-
 Legend: W window, U padded unique rows per shard.
 """
 
@@ -16,11 +13,10 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxrec import validate
 from jaxrec.embedding import capacity_of, plan
@@ -31,13 +27,6 @@ from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
 from jaxrec.types import Batch, Plan, Rows, TrainState
 
 
-class Inputs(NamedTuple):
-    """Plans and batch: leaves that device programs read are on the device, the others on the host."""
-
-    plans: dict[str, Plan]
-    batch: Batch
-
-
 @dataclasses.dataclass(eq=False)
 class Item:
     """A batch in flight, with its own copies of the arrays; each stage sets some fields, and clears others."""
@@ -45,12 +34,9 @@ class Item:
     number: int
     batch: Any = None
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
-    reads: Any = None  # Inputs of bool: leaves that device programs read
     over: Any = None  # END, or an error of a stage before the commit: neither this batch nor a later one is committed
-    inputs: Any = None  # Inputs
-    # Set when the gather begins: batches before `watermark` are written, and those before `floor` are void in the ring.
-    watermark: int = 0
-    floor: int = 0
+    inputs: Any = None  # (plans, batch) on the device
+    watermark: int = 0  # batches before it were written when the gather began
     rows: Any = None  # {stack: Rows} gathered, possibly stale, on the device; then updated; then on the host
     read: Any = None  # gathered rows on the host, if `add` will subtract them
     stale: Any = 0  # i32[] rows whose last writer was not written when the gather began
@@ -61,7 +47,7 @@ class Item:
 
     def afresh(self) -> "Item":
         """Return the same batch before it was gathered."""
-        return Item(self.number, self.batch, self.plans, self.reads, self.over, self.inputs)
+        return Item(self.number, self.batch, self.plans, self.over, self.inputs)
 
 
 @functools.lru_cache
@@ -69,7 +55,7 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], shards: int) -
     """Return the jitted functions of `ring`, shared by all pipelines on a mesh with tables of so many shards."""
     plans, split, number = plan_specs(stacks), shardings(SPLIT, mesh), EVERYWHERE
     on_mesh = lambda function, *inputs: jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=SPLIT)
-    repair_shards = on_mesh(functools.partial(repair, shards), SPLIT, SPLIT, plans, number, number, number)
+    repair_shards = on_mesh(functools.partial(repair, shards), SPLIT, SPLIT, plans, number, number)
 
     def repair_all(*given):
         rows, *counts = repair_shards(*given)
@@ -86,21 +72,11 @@ def compile_ops(mesh: jax.sharding.Mesh, stacks: tuple[str, ...], shards: int) -
     }
 
 
-def repair(shards: int, ring: rings.Ring, rows: dict[str, Rows], plans: dict[str, Plan], number, floor, watermark):
+def repair(shards: int, ring: rings.Ring, rows: dict[str, Rows], plans: dict[str, Plan], number, watermark):
     """Return the valid rows of a batch, the number of those from the ring, and of those that were stale."""
-    source = rings.validate(ring, plans, number, floor, shards)
+    source = rings.validate(ring, plans, number, shards=shards)
     stale = rings.validate(ring, plans, number, watermark, shards)
     return rings.replay(ring, rows, source), rings.count_found(source)[None], rings.count_found(stale)[None]
-
-
-def numbers_of_rows(plans: dict[str, Plan]) -> dict[str, Plan]:
-    """Return plans without what depends on the batch's size, for which programs of the ring would be compiled anew."""
-    return {name: p._replace(inverse={}) for name, p in plans.items()}
-
-
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of a leaf on the device."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 class Stages:
@@ -115,16 +91,15 @@ class Stages:
     ):  # fmt: skip
         self.options = options
         self.dense, self.tables = state
-        self.ring: Any = None  # Ring, from the first batch on
+        self.ring: Any = None  # Ring; None when it is void, until the next batch
         spec = self.tables.spec
         self.capacity = capacity  # {stack: U}; U only grows
         self.counters: collections.Counter = collections.Counter()
         self._lock = threading.Lock()  # guards the counters
         self.update: Callable = jax.jit(update, donate_argnums=0)
-        self._jitted, self._programs = self.update, compile_ops(mesh, tuple(spec.stacks), spec.shards)
+        self._programs = compile_ops(mesh, tuple(spec.stacks), spec.shards)
         self._send, self._fetch = send or jax.device_put, fetch or fetch_whole
         self._placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
-        self._reads: dict = {}  # {shapes: Inputs of bool}
 
     def compiled(self) -> int:
         """Return the number of programs compiled so far."""
@@ -137,44 +112,13 @@ class Stages:
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         validate.check_batch(self.tables.spec, plans, batch)
         self.capacity = capacity_of(plans)
-        # Traced here, not before the transfer: a batch that the step refuses is no more returned to the stream than one
-        # that cannot be planned.
-        reads = self._reads_of(Inputs(plans, batch))
-        return Item(number, batch, plans, reads)
-
-    def _reads_of(self, inputs):
-        """Return which leaves of plans and batch the programs of a step read."""
-        leaves, structure = jax.tree.flatten(inputs)
-        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        if key not in self._reads:
-            traced = self._jitted.trace(*jax.tree.map(shape_of, (self.dense, self._rows_of(inputs.plans), *inputs)))
-            # The same dead-code elimination by which `jit` drops unused arguments.
-            read = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.out_avals))[1]
-            found = jax.tree.unflatten(structure, read[len(read) - len(leaves) :])
-            if self.options.repairs:
-                plans = {name: p._replace(unique=True, count=True) for name, p in found.plans.items()}
-                found = found._replace(plans=plans)
-            self._reads[key] = found
-        return self._reads[key]
-
-    def _rows_of(self, plans):
-        """Return the shapes of the rows of plans."""
-
-        def rows(name, plan):
-            shape = lambda part: jax.ShapeDtypeStruct((*plan.unique.shape, part.width), part.dtype)
-            parts = {part: shape(one) for part, one in self.tables.layout[name].items()}
-            return Rows(parts.pop("value"), parts)
-
-        return {name: rows(name, plan) for name, plan in plans.items()}
+        return Item(number, batch, plans)
 
     def send_inputs(self, item: Item) -> None:
-        """Send the leaves of plans and batch that the device reads; they never become stale."""
-        inputs, reads = Inputs(item.plans, item.batch), item.reads
-        read = jax.tree.map(lambda leaf, is_read: leaf if is_read else None, inputs, reads)
-        self._count_bytes("bytes_sent", nbytes(read))
-        sent = Inputs(*self._send(tuple(read), self._placement["inputs"]))
-        # The other leaves are still arguments of the step; `jit` drops them before any transfer.
-        item.inputs = jax.tree.map(lambda is_read, leaf, there: there if is_read else leaf, reads, inputs, sent)
+        """Send plans and batch, which never become stale."""
+        inputs = item.plans, item.batch
+        self._count_bytes("bytes_sent", nbytes(inputs))
+        item.inputs = self._send(inputs, self._placement["inputs"])
 
     def gather(self, item: Item) -> dict[str, Rows]:
         """Return the rows of an admitted batch."""
@@ -199,7 +143,7 @@ class Stages:
         self.dense, item.rows, metrics = self.update(self.dense, rows, *item.inputs)
         if repairs:
             # After the update, as later batches are repaired from its final rows.
-            plans = numbers_of_rows(item.inputs.plans)
+            plans = rings.numbers_of_rows(item.inputs[0])
             self.ring = self._programs["append"](self.ring, plans, item.rows, np.int32(item.number))
             metrics = {**metrics, "stale_rows": item.stale, "patched_rows": item.patched}
         # Freed before another batch needs the memory.
@@ -207,18 +151,17 @@ class Stages:
         return metrics
 
     def _fit_ring(self, item):
-        """Create the ring at the first batch; widen it when a capacity has grown."""
+        """Create the ring if it is void; widen it when a capacity has grown."""
         capacity = capacity_of(item.plans)
         if self.ring is None:
             size = tuple((name, stack.rows_per_shard) for name, stack in self.tables.spec.stacks.items())
             self.ring = self._programs["init"](item.rows, size, self.options.window)
         elif any(r.value.shape[2] < capacity[name] for name, r in self.ring.rows.items()):
-            self.ring = self._programs["widen"](self.ring, tuple(capacity.items()))
+            self.ring = self.ring._replace(rows=self._programs["widen"](self.ring.rows, tuple(capacity.items())))
 
     def repair(self, item: Item) -> dict[str, Rows]:
         """Return the valid rows of a batch; count those from the ring."""
-        numbers = (np.int32(number) for number in (item.number, item.floor, item.watermark))
-        plans = numbers_of_rows(item.inputs.plans)
+        plans, numbers = rings.numbers_of_rows(item.inputs[0]), (np.int32(item.number), np.int32(item.watermark))
         rows, item.patched, item.stale = self._programs["repair"](self.ring, item.rows, plans, *numbers)
         return rows
 
