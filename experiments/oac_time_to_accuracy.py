@@ -116,7 +116,6 @@ class SkewJob:
         batch = next(iter(self.clicks(exponent, 0).stream(self.config.batch_size, batches=1)))
         plans = plan(self.spec, batch.ids)
         rows = state.tables.read(plans)
-        sent = rows, [p.inverse for p in plans.values()], batch._replace(ids={})  # the loss does not read ids
 
         def calibrate(link: EmulatedLink) -> None:
             nonlocal dense
@@ -125,7 +124,7 @@ class SkewJob:
                 start = time.perf_counter()
                 dense, _, _ = jax.block_until_ready(update(dense, rows, plans, batch))
                 times.append(time.perf_counter() - start)
-            link.bytes_per_s = nbytes(sent) / float(np.median(times[5:]))
+            link.bytes_per_s = nbytes((rows, plans, batch)) / float(np.median(times[5:]))
 
         return calibrate
 

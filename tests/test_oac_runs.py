@@ -791,6 +791,30 @@ def test_pipelines_take_turns_over_tables_and_a_second_one_at_a_time_is_refused(
     assert len(list(second.run(batches))) == 12  # others may continue on the remaining tables
 
 
+def test_a_run_takes_nothing_of_the_run_before_from_the_ring():
+    """Others may have changed rows in between."""
+    found = []
+    for engine in (pipeline_of(window=8), Serial(task_of(SPEC), make_state())):
+        losses = losses_of(engine, make_batches(12)[:6])
+        for name, shard in itertools.product(SPEC.stacks, range(SPEC.shards)):
+            zeros = {part: 0 * array[shard] for part, array in engine.tables.parts(name).items()}
+            engine.tables.with_shard(name, shard, zeros)
+        losses += losses_of(engine, make_batches(12)[6:])
+        found.append((engine.state, losses))
+    assert same(*found)
+
+
+def test_a_batch_that_cannot_be_split_over_the_devices_is_told_and_does_not_come_again():
+    mesh = jaxrec.make_mesh(devices=jax.devices()[:4])
+    first, second, third = make_batches(3)
+    stream = iter([first, jax.tree.map(lambda leaf: leaf[:6], second), third])
+    with Pipeline(task_of(SPEC, mesh), make_state(SPEC, mesh), window=WINDOW) as pipeline:
+        with pytest.raises(ValueError, match="6 examples cannot be split over 4 devices"):
+            list(pipeline.run(stream))
+        assert len(list(pipeline.run(stream))) == 1
+    assert pipeline.step == 2
+
+
 def test_one_directory_attached_twice_is_in_one_pipeline_at_a_time(tmp_path):
     state = make_state()._replace(tables=HostTables.create(SPEC, ROWS, tmp_path / "tables"))
     (tmp_path / "link").symlink_to(tmp_path / "tables")

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pinned_task import ROWS, SPEC, TASK, batch_at
 from pinned_task import compiler as compiler  # a fixture
+from strategies import draw_ids, small_spec
 
 import jaxrec
 from jaxrec import Serial
-from jaxrec.embedding import native, plan
+from jaxrec.embedding import Table, native, plan
 from jaxrec.oac import Overlap, overlap
 from jaxrec.sharding import mesh_of
 
@@ -87,7 +88,7 @@ DURING_ONE = {"evaluate": _evaluate, "read": _read, "change": _change}
 @settings(max_examples=10)
 @given(st.data())
 def test_any_use_of_the_tables_between_and_during_runs_gives_what_serial_execution_gives(data):
-    """Capacities grow on the way, runs are left in the middle, one or four devices; compared bit by bit."""
+    """Batches have two sizes, runs are left in the middle, one or four devices; compared bit by bit."""
     library = native.load(jax.devices()[0])
     task, window = data.draw(st.sampled_from([TASK, OVER_FOUR])), data.draw(st.sampled_from([1, 2, 5]), label="window")
     sizes = data.draw(st.lists(st.sampled_from([12, 24]), min_size=12, max_size=12), label="sizes")
@@ -127,6 +128,18 @@ def test_steps_are_those_of_serial_execution_whenever_puts_end(play, window):
         play(seed)
         found = trained(Overlap(TASK, window), state_of(), batches)
         assert same(found, wanted)
+
+
+def test_the_ring_keeps_its_rows_when_a_capacity_grows(play):
+    spec = small_spec(4, {"a": Table(85, 4), "b": Table(5, 4), "w": Table(61, 1)})
+    task = dataclasses.replace(TASK, spec=spec)
+    batches = [jaxrec.Batch(draw_ids(spec, size, size), np.ones(size, np.float32)) for size in (8, 8, 48, 48)]
+    capacities = [plan(spec, batch.ids)["width_4"].unique.shape[1] for batch in batches]
+    assert capacities[1] < capacities[2]
+    start = lambda home: task.init({"bias": jnp.zeros(())}, tables_in(home, spec, ROWS))
+    wanted = trained(task, start("host"), batches)
+    play(3)
+    assert same(trained(Overlap(task, 3), start("pinned"), batches), wanted)
 
 
 def _unrepaired(ring, traced, plans, records, number):

@@ -39,7 +39,6 @@ class Begun(NamedTuple):
 
     plans: dict[str, Plan]  # of the batch, as given
     sent: dict[str, Plan]  # the same, on several devices
-    numbers: dict[str, Plan]  # those of `sent`, as the programs of the ring take them
     unique: dict[str, Array]  # row numbers, -1 for rows that the ring will hold
     records: dict[str, Array]
 
@@ -104,14 +103,16 @@ class Overlap:
             traced = self._drop_begun(traced)
             begun, traced = self._begin(tables, traced, plans)
         plans, number = begun.sent, np.int32(self._number)
-        rows, patched, traced = self._programs["replay"](self._ring, traced, begun.numbers, begun.records, number)
+        numbers = rings.numbers_of_rows(plans)
+        rows, patched, traced = self._programs["replay"](self._ring, traced, numbers, begun.records, number)
         self._begun, upcoming, self._announced = None, self._announced, None
         if upcoming is not None:
             self._begun, traced = self._begin(tables, traced, upcoming, ahead=1)
         dense, new, metrics = self._update(state.dense, rows, plans, batch)
-        self._ring, records, traced = self._programs["append"](self._ring, traced, begun.numbers, new, number)
+        ring, self._ring = self._ring, None  # donated
+        self._ring, records, traced = self._programs["append"](ring, traced, numbers, new, number)
         self._number += 1
-        self._kept.append((begun.numbers, records))
+        self._kept.append((numbers, records))
         tables = tables.with_traced(traced)
         tables.keep((*self._kept, self._begun))
         self._seen = uses_of(tables)
@@ -128,10 +129,9 @@ class Overlap:
 
     def _begin(self, tables, traced, plans, ahead=0):
         sent = self._programs["send"](plans)
-        numbers = rings.numbers_of_rows(sent)
-        number = np.int32(self._number + ahead)
+        numbers, number = rings.numbers_of_rows(sent), np.int32(self._number + ahead)
         unique, records, traced = self._programs["begin"](self._ring, traced, numbers, number)
-        begun = Begun(plans, sent, numbers, unique, records)
+        begun = Begun(plans, sent, unique, records)
         tables.keep(begun)  # though this step may fail
         return begun, traced
 

@@ -157,8 +157,6 @@ class Pipeline(Engine):
             self._refuse()
             self._left, self._iterating = False, threading.current_thread()
             self._compiled_before = self._stages.compiled()
-            # Others may have trained the tables since, or it is dead, as a program to which it was donated has failed.
-            self._stages.ring = None
             # Batch numbers go on, so that what was planned before and not trained is void.
             left = self.flight
             self.flight = self.flight_type(self._stages, stream, left.planned, left.lost_shards)
@@ -428,8 +426,8 @@ class Pipeline(Engine):
             if flight.error is None:
                 self._progress.mark_current()
                 self._guarded_tables = self.tables
-            # Other pipelines may use the tables only when all rows are written.
-            self._progress.running = False
+            # Other pipelines may use the tables only when all rows are written; then the ring is void.
+            self._progress.running, self._stages.ring = False, None
             self.compilations += self._stages.compiled() - self._compiled_before
             self._left = True
             failures.append(result_or_error(self._losses.check))

@@ -88,7 +88,7 @@ def _widened(tree, axis, size):
 
 
 def validate(
-    ring: Ring, plans: Mapping[str, Plan], number: Any, floor: Any = 0, shards: int | None = None
+    ring: Ring, plans: Mapping[str, Plan], number: Any, since: Any = 0, shards: int | None = None
 ) -> dict[str, Array]:
     """Find the rows of a batch whose last writer is in the ring.
 
@@ -96,7 +96,7 @@ def validate(
       ring: Ring after batch number - 1, or an earlier one.
       plans: {stack: Plan} of the batch.
       number: i32[], number of the batch.
-      floor: i32[]; batches before it do not count.
+      since: i32[]; batches before it do not count, such as those that were written before the rows were read.
       shards: S of all devices; None for as many as here.
 
     Returns:
@@ -108,7 +108,7 @@ def validate(
         row = plan.unique // (shards or len(writer))
         known = lambda leaf, fill: jax.vmap(lambda of, at: of.at[at].get(mode="fill", fill_value=fill))(leaf, row)
         last, place = known(writer, _NEVER), known(ring.place[name], 0)
-        return jnp.where(last >= jnp.maximum(number - window, floor), last % window * width + place, -1)
+        return jnp.where(last >= jnp.maximum(number - window, since), last % window * width + place, -1)
 
     return {name: one(name, plan) for name, plan in plans.items()}
 

@@ -99,6 +99,7 @@ class Stages:
         self.update: Callable = jax.jit(update, donate_argnums=0)
         self._programs = compile_ops(mesh, tuple(spec.stacks), spec.shards)
         self._send, self._fetch = send or jax.device_put, fetch or fetch_whole
+        self._devices = mesh.size
         self._placement = shardings({"inputs": (plan_specs(spec.stacks), BATCH), "rows": SPLIT}, mesh)
 
     def compiled(self) -> int:
@@ -111,6 +112,12 @@ class Stages:
         # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
         plans = plan(self.tables.spec, batch.ids, self.capacity)
         validate.check_batch(self.tables.spec, plans, batch)
+        examples = len(batch.weight)
+        if examples % self._devices:  # told here, as a batch that a loader refuses is returned to the stream
+            raise ValueError(
+                f"a batch of {examples} examples cannot be split over {self._devices} devices: fill it up with examples "
+                "of weight 0."
+            )
         self.capacity = capacity_of(plans)
         return Item(number, batch, plans)
 
