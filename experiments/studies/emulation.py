@@ -229,6 +229,7 @@ class _Rounds:
         self._before = [None] * trainers
         self._combine, self._merge = jax.jit(script.rule.combine), jax.jit(script.rule.merge)
         self._mean = jax.jit(lambda replicas: mean_of(replicas))
+        self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))  # in one program: a third of the time
 
     def end_of_tick(self, tick, dense):
         """Fold in results that are due, then begin rounds that are due; a foreground round does both at once."""
@@ -259,7 +260,7 @@ class _Rounds:
 
     def _begin(self, group, dense):
         for i in group:  # copied, as a later step donates the parameters
-            self._before[i] = jax.tree.map(jnp.copy, dense[i].params)
+            self._before[i] = self._copy(dense[i].params)
 
     def _end(self, group, dense):
         brought = self._mean([self._before[i] for i in group])

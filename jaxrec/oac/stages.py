@@ -115,8 +115,8 @@ class Stages:
         examples = len(batch.weight)
         if examples % self._devices:  # told here, as a batch that a loader refuses is returned to the stream
             raise ValueError(
-                f"a batch of {examples} examples cannot be split over {self._devices} devices: fill it up with examples "
-                "of weight 0."
+                f"a batch of {examples} examples cannot be split over {self._devices} devices: fill it up with "
+                "examples of weight 0."
             )
         self.capacity = capacity_of(plans)
         return Item(number, batch, plans)
