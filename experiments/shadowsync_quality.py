@@ -194,7 +194,7 @@ class QualityJob:
         return job, job.eval_step()
 
     def _batches(self, seed: int) -> Iterable[Batch]:
-        """The batches of a seed; synthetic ones are made once for all arms, and have 160 bytes per example."""
+        """The batches of a seed; synthetic ones are made once for all arms, and have 164 bytes per example."""
         if self.config.data != "synthetic":
             return self.data(seed).train(0)
         if seed not in self._made:

@@ -81,9 +81,9 @@ SIZE = {name: stack.rows_per_shard for name, stack in SPEC.stacks.items()}
 
 
 @settings(max_examples=examples(8, 20))
-@given(seed=st.integers(0, 2**31), window=st.sampled_from([1, 2, 5]), floor=st.integers(-2, 12))
-def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, window, floor):
-    """Compared with a dictionary of all rows, for any floor; slots are wider than later batches."""
+@given(seed=st.integers(0, 2**31), window=st.sampled_from([1, 2, 5]), since=st.integers(-2, 12))
+def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, window, since):
+    """Compared with a dictionary of all rows, for any since; slots are wider than later batches."""
     rng, tables = np.random.default_rng(seed), HostTables.create(SPEC, ROWS)
     held, written = None, {}
     for number in range(rng.integers(1, 9)):
@@ -91,7 +91,7 @@ def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, win
         plans = jaxrec.plan(SPEC, draw_ids(SPEC, 4, int(rng.integers(2**31))), capacity)
         read = jax.tree.map(jnp.asarray, tables.read(plans))
         held = ring.init(read, SIZE, window) if held is None else held
-        source = _validate(held, plans, number, floor)
+        source = _validate(held, plans, number, since)
         right = jax.tree.map(np.asarray, _replay(held, read, source))
         new = jax.tree.map(lambda leaf, n=number: leaf + n + 1, read)
         for name, p in plans.items():
@@ -100,7 +100,7 @@ def test_the_ring_has_the_rows_of_their_last_writers_within_the_window(seed, win
             for shard, u in ((s, u) for s, count in enumerate(p.count) for u in range(count)):
                 row = (name, int(p.unique[shard, u]))
                 at, rows = written.get(row, (-1, None))
-                wanted = rows if at >= max(number - window, floor, 0) else bits_at(read[name], shard, u)
+                wanted = rows if at >= max(number - window, since, 0) else bits_at(read[name], shard, u)
                 assert bits_at(right[name], shard, u) == wanted
                 written[row] = number, bits_at(new[name], shard, u)
         held = _append(held, plans, new, number)

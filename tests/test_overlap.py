@@ -142,6 +142,37 @@ def test_the_ring_keeps_its_rows_when_a_capacity_grows(play):
     assert same(trained(Overlap(task, 3), start("pinned"), batches), wanted)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_step_that_has_failed_nothing_is_stale(play, monkeypatch, seed):
+    """It fails where the ring is donated, and is taken again over the same tables, whose puts have not ended."""
+    batches, failing, append = [batch_at(step) for step in range(6)], [], overlap.append
+    plans = [
+        plan(SPEC, batch.ids, {"width_4": u, "width_1": u})
+        for batch, u in zip(batches, [16] * 4 + [32] * 2, strict=True)
+    ]
+
+    def fails(*given):
+        if failing:
+            raise KeyError(failing.pop())
+        return append(*given)
+
+    monkeypatch.setattr(overlap, "append", fails)
+    overlap.compile_programs.cache_clear()
+    state, losses, stepping = state_of(), [], Overlap(TASK, 3)
+    play(seed)
+    for step, batch in enumerate(batches):
+        if step == 4:  # the first of its capacity, for which the program is traced
+            failing.append("once")
+            dense = jax.tree.map(jnp.copy, state.dense)
+            with pytest.raises(KeyError, match="once"):
+                stepping.step(state, batch, plans[step])
+            state = state._replace(dense=dense)
+        state, metrics = stepping.step(state, batch, plans[step])
+        losses.append(float(metrics["loss"]))
+    overlap.compile_programs.cache_clear()
+    assert same((losses, bits(state)), trained(TASK, state_of(home="host"), batches))
+
+
 def _unrepaired(ring, traced, plans, records, number):
     nothing, traced = traced.end_read()
     return traced.rows_of({name: of + nothing for name, of in records.items()}), nothing[None], traced

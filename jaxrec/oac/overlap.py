@@ -109,7 +109,8 @@ class Overlap:
         if upcoming is not None:
             self._begun, traced = self._begin(tables, traced, upcoming, ahead=1)
         dense, new, metrics = self._update(state.dense, rows, plans, batch)
-        ring, self._ring = self._ring, None  # donated
+        # Donated: should this fail, the next step waits for all puts, and finds nothing in a ring of its own.
+        ring, self._ring, self._seen = self._ring, None, ()
         self._ring, records, traced = self._programs["append"](ring, traced, numbers, new, number)
         self._number += 1
         self._kept.append((numbers, records))

@@ -66,7 +66,7 @@ def init(rows: Mapping[str, Any], rows_per_shard: Items, window: int) -> Ring:
 
 
 def widen(rows: Mapping[str, Any], capacity: Items) -> dict[str, Any]:
-    """Widen the slots of `Ring.rows` to at least U rows of {stack: U}, or its items; rows keep their places."""
+    """Widen the slots of `Ring.rows` to U rows per shard or more, of {stack: U} or its items; rows keep places."""
     size = dict(capacity)
     return {name: _widened(tree, 2, size[name]) for name, tree in rows.items()}
 
