@@ -49,8 +49,8 @@ class Config(JobConfig):
     """Of the schedule of saves; both settings have the same."""
     over_pls: bool = False
     """Vary the target PLS and the failures, and fit the accuracy lost over PLS."""
-    schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu"], ...] = ("vanilla", "mfu", "ssu")
-    """Schemes to fit."""
+    schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu", "random"], ...] = ("vanilla", "scar", "mfu", "ssu")
+    """Schemes to train. `random`, a control: random touched rows, saved as often and as many as by SCAR and MFU."""
 
 
 class Arm(NamedTuple):
@@ -79,10 +79,10 @@ def train(run: Run, config: Config, job: CprJob, arms: Sequence[Arm]) -> None:
             run.log(row | arm._asdict())
 
 
-def accuracies(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
+def accuracies(rows: list[dict], schemes: Sequence[str], test_sets: int = 1) -> dict[str, Any]:
     """Accuracy results from the seeds for which all arms are complete; test sets as in `paired_interval`."""
     found = {(row["scheme"], row["seed"]): row for row in rows}
-    arms = ["no_failure", *SCHEMES]
+    arms = ["no_failure", *schemes]
     seeds = [seed for seed in sorted({seed for _, seed in found}) if all((arm, seed) in found for arm in arms)]
     results: dict[str, Any] = {"accuracy_is": "measured", "seeds": len(seeds)}
     auc = {arm: np.array([found[arm, seed]["test_auc"] for seed in seeds]) for arm in arms}
@@ -96,30 +96,38 @@ def accuracies(rows: list[dict], test_sets: int = 1) -> dict[str, Any]:
             results[f"{key}_test_auc_loss"], results[f"{key}_test_auc_loss_half_interval"] = loss, half
             if half is not None and (loss + half < MARGIN or loss - half > MARGIN):
                 results[f"non_inferior_{arm}"] = loss + half < MARGIN
-            if arm != "vanilla":
-                gain, half = paired_interval(auc[arm] - auc["vanilla"], seeds, test_sets)
-                results[f"{key}_test_auc_minus_vanilla"] = gain
-                results[f"{key}_test_auc_minus_vanilla_half_interval"] = half
+            for control in ("vanilla", "random"):
+                if control in schemes and arm not in ("vanilla", control):
+                    gain, half = paired_interval(auc[arm] - auc[control], seeds, test_sets)
+                    results[f"{key}_test_auc_minus_{control}"] = gain
+                    results[f"{key}_test_auc_minus_{control}_half_interval"] = half
     # Full recovery replays the steps it loses, to a bitwise equal state.
     results["full_test_auc_mean"] = results["no_failure_test_auc_mean"]
     return results
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, Any], schemes: Sequence[str]) -> str:
     """Format the accuracy of each scheme."""
     base = f"Test AUC without a failure {results['no_failure_test_auc_mean']:.4f} (seeds: {results['seeds']})"
     of_schemes: dict[str, str | tuple[str, float]] = {
         "test AUC": "cpr_{}_test_auc_mean", "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5),
         "PLS": "cpr_{}_realized_pls", "non-inferior": "non_inferior_{}",
     }  # fmt: skip
-    return f"{base}\n{grid(results, 'scheme', list(SCHEMES), of_schemes)}"
+    if "random" in schemes:
+        of_schemes["minus random, 1e-5"] = "cpr_{}_test_auc_minus_random", 1e5
+    return f"{base}\n{grid(results, 'scheme', schemes, of_schemes)}"
+
+
+def trained(results: Mapping[str, Any]) -> list[str]:
+    """Return the schemes that have results."""
+    return [scheme for scheme in SCHEMES if f"cpr_{scheme}_test_auc_loss" in results]
 
 
 def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
     """Title of the accuracy plot: schemes whose loss is settled below the margin, above it, or not settled."""
     said = {"below it": True, "above it": False, "not settled": None}
     of = {
-        words: [scheme for scheme in SCHEMES if results.get(f"non_inferior_{scheme}") is found]
+        words: [scheme for scheme in trained(results) if results.get(f"non_inferior_{scheme}") is found]
         for words, found in said.items()
     }
     each = "; ".join(f"{words} {', '.join(schemes)}" for words, schemes in of.items() if schemes)
@@ -129,7 +137,7 @@ def finding_accuracy(results: Mapping[str, Any], failures: int) -> str:
 def draw_accuracy(path: Path, results: Mapping[str, Any], failures: int) -> None:
     """Plot the accuracy lost by each scheme."""
     label = "test AUC lost, 1e-5"
-    lost = {scheme: scaled(figures(results)[f"cpr_{scheme}_test_auc_loss"], 1e5) for scheme in SCHEMES}
+    lost = {scheme: scaled(figures(results)[f"cpr_{scheme}_test_auc_loss"], 1e5) for scheme in trained(results)}
     bars(path, {label: {"": lost}}, finding_accuracy(results, failures), {label: {"margin": 1e5 * MARGIN}})
 
 
@@ -208,11 +216,11 @@ def of_failures(config: Config) -> dict:
         arms = []
         for seed in range(config.seeds or seeds):
             arms += [Arm("no_failure", seed)]
-            arms += [Arm(scheme, seed, config.target_pls, config.failures) for scheme in SCHEMES]
+            arms += [Arm(scheme, seed, config.target_pls, config.failures) for scheme in config.schemes]
         train(run, config, job, arms)
-        results = accuracies(run.metrics(), len(config.path or [0]))
+        results = accuracies(run.metrics(), config.schemes, len(config.path or [0]))
         draw_accuracy(run.directory / "accuracy.png", results, config.failures)
-        run.close(results, table(results))
+        run.close(results, table(results, config.schemes))
         return results
 
 
@@ -240,7 +248,6 @@ def over_pls(config: Config) -> dict:
 def main(config: Config) -> dict:
     """Train the missing arms; return the contents of results.json."""
     refuse(unread(config, {
-        "--over-pls": (config.over_pls, ("schemes",)),
         "given failures, without --over-pls": (not config.over_pls, ("target_pls", "failures")),
     }))  # fmt: skip
     return over_pls(config) if config.over_pls else of_failures(config)

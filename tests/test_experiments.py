@@ -515,14 +515,18 @@ def test_a_plain_users_classifier_folds_rounds_in_by_every_default(tmp_path):
 
 @pytest.mark.slow
 def test_cpr_overhead_trains_every_scheme_and_goes_on_seed_by_seed(tmp_path):
-    smoke(tmp_path, "cpr_overhead", "--seeds", 1)
+    schemes = "vanilla", "scar", "mfu", "ssu", "random"
+    smoke(tmp_path, "cpr_overhead", "--seeds", 1, "--schemes", *schemes)
     first = logged(tmp_path)
-    assert [row["scheme"] for row in first] == ["no_failure", "vanilla", "scar", "mfu", "ssu"]
+    assert [row["scheme"] for row in first] == ["no_failure", *schemes]
     assert all(row["shards_failed"] == 2 and row["realized_pls"] > 0 for row in first[1:])
-    again = run("cpr_overhead", "--preset", "smoke", "--seeds", 2, "--workdir", tmp_path, "--resume")
-    assert again.returncode == 0 and logged(tmp_path)[:5] == first and results(tmp_path)["seeds"] == 2
+    again = run(
+        "cpr_overhead", "--preset", "smoke", "--seeds", 2, "--schemes", *schemes, "--workdir", tmp_path, "--resume"
+    )
+    assert again.returncode == 0 and logged(tmp_path)[:6] == first and results(tmp_path)["seeds"] == 2
+    assert "cpr_mfu_test_auc_minus_random" in results(tmp_path)
     other = run("cpr_overhead", "--preset", "smoke", "--failures", 3, "--workdir", tmp_path, "--resume")
-    assert other.returncode != 0 and "failures 2, not 3" in other.stderr and len(logged(tmp_path)) == 10
+    assert other.returncode != 0 and "failures 2, not 3" in other.stderr and len(logged(tmp_path)) == 12
     assert json.loads((tmp_path / "config.json").read_text())["failures"] == 2
 
 

@@ -12,14 +12,16 @@ from main.cli import Flags, refuse, unread
 from main.click_data import Data, click_job, criteo_of_seeds, synthetic_clicks
 from main.model import make_model
 
-from jaxrec.cpr import Recovery, mfu, scar, ssu
+from jaxrec.cpr import Recovery, mfu, random_rows, scar, ssu
 from jaxrec.data.synthetic import scaled_cardinalities
 from jaxrec.embedding import HostTables, rowwise_adagrad
 from jaxrec.engine import Serial
 from jaxrec.loop import evaluate, keep_memory
 from jaxrec.prefetch import planned
 
-SCHEMES: dict[str, Callable[[], Any]] = {"vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu}
+SCHEMES: dict[str, Callable[[], Any]] = {
+    "vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu, "random": random_rows,
+}  # fmt: skip
 NODES = 8
 
 
@@ -105,7 +107,7 @@ class CprJob:
 
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Train with real saves, losses and restores."""
-        whole = self.whole if scheme in ("mfu", "ssu") else ()  # SCAR compares all rows
+        whole = self.whole if scheme in ("mfu", "ssu", "random") else ()  # SCAR compares all rows
         with tempfile.TemporaryDirectory() as directory:
             recovery = Recovery(
                 directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
