@@ -1,12 +1,13 @@
 """Claim: training does not wait for the shadow. Its rate with none, with one, with it blocked, and in the foreground.
 
-    python experiments/shadowsync_isolation.py  6 minutes
+    python experiments/shadowsync_isolation.py  8 minutes
     python experiments/shadowsync_isolation.py --rule easgd
 
 One trainer trains DLRM-Kaggle of throughput.py over host tables, and its one peer only synchronises; regime:
 free-running. All arms run in each of 24 rounds: none; shadow, back to back and at three paces; shadow whose transport
-blocks for 3 seconds in each round, longer than a run; foreground, every `--every-steps` steps. `X_over_no_sync` is the
-rate of X over that without synchronisation; `average_sync_gap_X`, null where no round was merged, the steps per round.
+blocks for 3 seconds in each round, longer than a run; foreground, every step and every `--every-steps` steps; and
+both with a peer that comes `--late-steps` late to each round, EMULATED by a sleep. `X_over_no_sync` is the rate of X
+over that without synchronisation; `average_sync_gap_X`, null where no round was merged, the steps per round.
 Result: results/two_cores_cpu/shadowsync_isolation*.json.
 """
 
@@ -14,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from main.cli import Flags, Run, bars, command_line, grid
@@ -31,6 +32,8 @@ class Config(Flags):
     rule: Literal["ma", "bmuf", "easgd"] = "ma"
     pace_seconds: float = 0.2
     every_steps: int = 5
+    late_steps: tuple[float, ...] = (0.5, 1.0, 3.0)
+    """How late a peer comes to each round, in steps without synchronisation."""
     rows: int = 1_000_000
     batch_size: int = 2048
 
@@ -38,12 +41,29 @@ class Config(Flags):
 ROUNDS_AND_STEPS = {"smoke": (2, 8), "default": (24, 15), "paper": (60, 40)}
 
 
-def synchronisers_of(config: Config) -> dict[str, tuple[str, float]]:
-    """{name: (way, pace in seconds)}."""
+class Way(NamedTuple):
+    """A way to synchronise; its fields are arguments of `trainer_turn`."""
+
+    way: str
+    pace_seconds: float = 0.0
+    every_steps: int = 1
+    late_seconds: float = 0.0
+
+
+def synchronisers_of(config: Config, step_s: float) -> dict[str, Way]:
+    """Return {name: way}, for steps of so many seconds."""
     paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
-    shadows = {"shadow_back_to_back" if not pace else f"shadow_pace_{pace:g}_s": ("shadow", pace) for pace in paces}
-    alone = {way: (way, 0.0) for way in ("none", "foreground", "blocked")}
-    return alone | shadows
+    ways = {
+        "none": Way("none"),
+        "foreground": Way("foreground", every_steps=config.every_steps),
+        "foreground_every_step": Way("foreground"),
+        "blocked": Way("shadow", late_seconds=3.0),
+    }
+    ways |= {"shadow_back_to_back" if not pace else f"shadow_pace_{pace:g}_s": Way("shadow", pace) for pace in paces}
+    for late in config.late_steps:
+        ways[f"foreground_late_{late:g}"] = ways["foreground"]._replace(late_seconds=late * step_s)
+        ways[f"shadow_late_{late:g}"] = Way("shadow", late_seconds=late * step_s)
+    return ways
 
 
 def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
@@ -51,12 +71,13 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     rounds, steps = ROUNDS_AND_STEPS[config.preset]
     trainer = TimedTrainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
     # One rule for all runs, so that its merge is compiled once.
-    rule, ways = RULES[config.rule](), synchronisers_of(config)
-    for way, pace in ways.values():
-        trainer_turn(trainer, rule, way, 3, pace, config.every_steps)  # compiles
+    rule = RULES[config.rule]()
+    for way in ("none", "foreground", "shadow"):
+        trainer_turn(trainer, rule, way, 3, every_steps=1)  # compiles
+    ways = synchronisers_of(config, float(np.median(trainer.run(steps))))
 
     def turn(name):
-        times, gap = trainer_turn(trainer, rule, ways[name][0], steps, ways[name][1], config.every_steps)
+        times, gap = trainer_turn(trainer, rule, steps=steps, **ways[name]._asdict())
         longest = float(times.max() / np.median(times))
         figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
         run.log({"way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
@@ -117,7 +138,7 @@ def main(config: Config) -> dict:
     draw(run.directory, results)
     columns = {"rate over no sync": "{}_over_no_sync", "average sync gap, steps": "average_sync_gap_{}"}
     columns |= {"longest step over median": "longest_step_over_median_{}"}
-    run.close(results, grid(results, "way", synchronisers_of(config), columns))
+    run.close(results, grid(results, "way", list(synchronisers_of(config, 1.0)), columns))
     return results
 
 

@@ -469,11 +469,12 @@ def test_shadowsync_quality_plays_every_rule_in_both_forms():
 def test_shadowsync_isolation_keeps_gaps_with_their_paces():
     """A slow pace has the shorter gap here: if gaps and paces were sorted separately, figures would be swapped."""
     turn = lambda step_s, gap: {"step_s": step_s, "gap": gap, "longest_step_over_median": 1.0}
-    names = shadowsync_isolation.synchronisers_of(shadowsync_isolation.Config(pace_seconds=0.2))
+    names = shadowsync_isolation.synchronisers_of(shadowsync_isolation.Config(pace_seconds=0.2, late_steps=(3,)), 0.5)
     assert list(names) == [
-        "none", "foreground", "blocked", "shadow_back_to_back",
-        "shadow_pace_0.1_s", "shadow_pace_0.2_s", "shadow_pace_0.4_s",
+        "none", "foreground", "foreground_every_step", "blocked", "shadow_back_to_back",
+        "shadow_pace_0.1_s", "shadow_pace_0.2_s", "shadow_pace_0.4_s", "foreground_late_3", "shadow_late_3",
     ]  # fmt: skip
+    assert names["foreground_late_3"] == ("foreground", 0.0, 5, 1.5)
     found = {name: [turn(1.0, 5.0)] * 3 for name in names}
     found |= {"shadow_pace_0.1_s": [turn(2.0, 9.0)] * 3, "shadow_pace_0.4_s": [turn(4.0, 2.0)] * 3}
     found["blocked"] = [turn(1.0, float("inf"))] * 3
@@ -488,7 +489,14 @@ def test_shadowsync_isolation_keeps_gaps_with_their_paces():
 def test_shadowsync_isolation_keeps_its_contract(tmp_path, rule):
     found = smoke(tmp_path, "shadowsync_isolation", "--rule", rule)
     assert found["average_sync_gap_foreground"] >= 5 and found["average_sync_gap_shadow_back_to_back"] >= 1
-    for way in ("shadow_back_to_back", "shadow_pace_0.2_s", "blocked", "foreground"):
+    for way in (
+        "shadow_back_to_back",
+        "shadow_pace_0.2_s",
+        "blocked",
+        "foreground",
+        "shadow_late_3",
+        "foreground_late_3",
+    ):
         assert found[f"{way}_over_no_sync"] > 0
 
 

@@ -37,8 +37,8 @@ FORMS_OF_RULES: dict[str, Callable[[], Rule]] = {
 }
 
 
-class Blocking:
-    """A transport that blocks for a while in each round."""
+class Late:
+    """A transport over which a peer comes late to each round: it sleeps before it joins."""
 
     def __init__(self, transport, seconds: float):
         self.transport, self.seconds, self.ended = transport, seconds, threading.Event()
@@ -47,12 +47,12 @@ class Blocking:
         return getattr(self.transport, name)
 
     def sync_round(self, trainer, before, done):
-        """Block, then join the round."""
+        """Sleep, then join the round."""
         self.ended.wait(self.seconds)
         return self.transport.sync_round(trainer, before, done)
 
     def leave(self, trainer, error=None):
-        """Leave at once and end any blocking."""
+        """Leave at once and end any sleep."""
         self.ended.set()
         self.transport.leave(trainer, error)
 
@@ -119,9 +119,10 @@ def peer(rule: Rule, transport, params):
 
 
 def trainer_turn(
-    trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5
-) -> tuple[np.ndarray, float]:
-    """Run one synchronisation method (none, foreground, shadow, blocked) for `steps` steps.
+    trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5,
+    late_seconds: float = 0.0,
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """Run one synchronisation method (none, foreground, shadow) for `steps` steps, with a peer that comes late or not.
 
     Returns:
       Seconds of each step; the average sync gap in steps.
@@ -129,7 +130,7 @@ def trainer_turn(
     if way == "none":
         return trainer.run(steps), float("inf")
     transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
-    over: Any = Blocking(transport, 3.0) if way == "blocked" else transport
+    over: Any = Late(transport, late_seconds) if late_seconds else transport
     foreground = way == "foreground"
     sync = Foreground(over, every_steps=every_steps) if foreground else Shadow(over, pace_seconds=pace_seconds)
     with peer(rule, transport, trainer.params):
