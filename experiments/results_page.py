@@ -62,6 +62,7 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     ),
     "cluster_failures": lambda found, to: recovery_overheads.draw_overheads(to / "overheads.png", found["results"]),
 }
+EARLIER = "Of earlier code"  # in the text of a run: what it times or counts has changed since
 BESIDE = {"oac_wide": "oac"}  # another file of the machine, whose results the picture of the first shows too
 
 
@@ -101,7 +102,8 @@ class Run(NamedTuple):
 
     @property
     def link(self) -> str:
-        return f"[{self.name}](#{anchor(self.heading)})"
+        """Link to its section; marked if its figures are of earlier code."""
+        return f"[{self.name}](#{anchor(self.heading)})" + " (earlier code)" * (EARLIER in self.about["says"])
 
     @property
     def where(self) -> str:

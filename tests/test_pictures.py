@@ -189,7 +189,7 @@ def of_gpu():
 
 def of_accuracy(**non_inferior):
     results = {"seeds": 3}
-    for place, scheme in enumerate(cpr_overhead.SCHEMES):
+    for place, scheme in enumerate(("vanilla", "scar", "mfu", "ssu")):  # a run without `random`
         results |= {f"cpr_{scheme}_test_auc_loss": 3e-4 - 2e-4 * place}
         results |= {f"cpr_{scheme}_test_auc_loss_half_interval": 2e-4}
     return results | {f"non_inferior_{scheme}": said for scheme, said in non_inferior.items()}

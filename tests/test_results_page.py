@@ -56,16 +56,18 @@ def test_a_figure_that_differs_makes_a_page_stale(checkout):
 
 
 def test_a_second_machine_has_a_section_and_links_of_its_own(checkout):
-    (path,) = (checkout / "experiments" / "results").glob("*/oac_link_prediction_fb15k_237.json")
+    (path,) = (checkout / "experiments" / "results").glob("*/shadowsync_soak.json")
     (checkout / "experiments" / "results" / "h100").mkdir()
     shutil.copy(path, checkout / "experiments" / "results" / "h100")
     claims = json.loads(json.dumps(CLAIMS))
-    claims["runs"][f"h100/{path.stem}"] = claims["runs"][f"{path.parent.name}/{path.stem}"]
+    claims["runs"][f"h100/{path.stem}"] = {"command": "none", "says": "Of earlier code.", "tables": []}
     claims["machines"]["h100"] = {"title": "Runs on another", "says": "Idle."}
     (checkout / "experiments" / "claims.json").write_text(json.dumps(claims))
     text = pages(checkout)["results.md"]
     here, there = f"{path.stem}-{path.parent.name}", f"{path.stem}-h100"
-    assert f"[{path.stem}](#{here}), [{path.stem}](#{there})" in text and f"### {path.stem}, h100\n" in text
+    assert (
+        f"[{path.stem}](#{here}), [{path.stem}](#{there}) (earlier code)" in text and f"### {path.stem}, h100\n" in text
+    )
 
 
 @pytest.fixture
