@@ -50,7 +50,7 @@ class Config(JobConfig):
     over_pls: bool = False
     """Vary the target PLS and the failures, and fit the accuracy lost over PLS."""
     schemes: tuple[Literal["vanilla", "scar", "mfu", "ssu", "random"], ...] = ("vanilla", "scar", "mfu", "ssu")
-    """Schemes to train. `random`, a control: random touched rows, saved as often and as many as by SCAR and MFU."""
+    """Schemes to train. `random`, a control: random touched rows, as many and as often as of SCAR and MFU."""
 
 
 class Arm(NamedTuple):

@@ -62,7 +62,7 @@ PICTURES: dict[str, Callable[[Mapping[str, Any], Path], Any]] = {
     ),
     "cluster_failures": lambda found, to: recovery_overheads.draw_overheads(to / "overheads.png", found["results"]),
 }
-EARLIER = "Of earlier code"  # in the text of a run: what it times or counts has changed since
+EARLIER = re.compile(r"Of earlier code(: [^.]*)?\.")  # in the text of a run: its figures, or some of them
 BESIDE = {"oac_wide": "oac"}  # another file of the machine, whose results the picture of the first shows too
 
 
@@ -102,8 +102,9 @@ class Run(NamedTuple):
 
     @property
     def link(self) -> str:
-        """Link to its section; marked if its figures are of earlier code."""
-        return f"[{self.name}](#{anchor(self.heading)})" + " (earlier code)" * (EARLIER in self.about["says"])
+        """Link to its section, marked if figures are of earlier code."""
+        earlier = EARLIER.search(self.about["says"])
+        return f"[{self.name}](#{anchor(self.heading)})" + (f" (earlier code{earlier[1] or ''})" if earlier else "")
 
     @property
     def where(self) -> str:

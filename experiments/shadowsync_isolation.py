@@ -6,9 +6,9 @@
 One trainer trains DLRM-Kaggle of throughput.py over host tables, and its one peer only synchronises; regime:
 free-running. All arms run in each of 24 rounds: none; shadow, back to back and at three paces; shadow whose transport
 blocks for 3 seconds in each round, longer than a run; foreground, every step and every `--every-steps` steps; and
-both with a peer that comes `--late-steps` late to each round, EMULATED by a sleep. `X_over_no_sync` is the rate of X
-over that without synchronisation; `average_sync_gap_X`, null where no round was merged, the steps per round.
-Result: results/two_cores_cpu/shadowsync_isolation*.json.
+both with rounds that begin `--late-steps` late, as if the peer were late (EASGD: its centre), EMULATED by a sleep.
+`X_over_no_sync` is the rate of X over that without synchronisation; `average_sync_gap_X`, null where no round was
+merged, the steps per round. Result: results/two_cores_cpu/shadowsync_isolation*.json.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Config(Flags):
     pace_seconds: float = 0.2
     every_steps: int = 5
     late_steps: tuple[float, ...] = (0.5, 1.0, 3.0)
-    """How late a peer comes to each round, in steps without synchronisation."""
+    """How late rounds begin, in steps without synchronisation."""
     rows: int = 1_000_000
     batch_size: int = 2048
 
@@ -80,6 +80,7 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
         times, gap = trainer_turn(trainer, rule, steps=steps, **ways[name]._asdict())
         longest = float(times.max() / np.median(times))
         figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
+        figures["late_s"] = ways[name].late_seconds
         run.log({"way": name} | figures | {"gap": gap if np.isfinite(gap) else None})
         return figures
 
@@ -100,6 +101,8 @@ def rates_over_none(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
             results[f"average_sync_gap_{name}"] = gap if np.isfinite(gap) else None
         longest = float(np.median(of(name, "longest_step_over_median")))
         results[f"longest_step_over_median_{name}"] = longest
+        if late := found[name][0]["late_s"]:
+            results[f"late_over_step_{name}"] = late / float(np.median(of("none", "step_s")))
     return results
 
 
@@ -112,11 +115,12 @@ def rates_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def finding(results: Mapping[str, Any]) -> str:
     """Title of the plot."""
     rates = rates_of(results)
-    shadows = [each.value for way, each in rates.items() if way.startswith("shadow")]
+    shadows = [each.value for way, each in rates.items() if way.startswith(("shadow_back", "shadow_pace"))]
+    late = "".join(f"; {way.replace('_', ' ')} steps {said(each)}" for way, each in rates.items() if "_late_" in way)
     return (
         f"Beside a shadow training keeps {min(shadows):.2f} to {max(shadows):.2f} of its rate without "
         f"sync, beside a blocked one {said(rates['blocked'])}, with sync in the foreground every "
-        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}"
+        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}{late}"
     )
 
 

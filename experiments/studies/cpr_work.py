@@ -19,8 +19,9 @@ from jaxrec.engine import Serial
 from jaxrec.loop import evaluate, keep_memory
 from jaxrec.prefetch import planned
 
-SCHEMES: dict[str, Callable[[], Any]] = {
-    "vanilla": lambda: None, "scar": scar, "mfu": mfu, "ssu": ssu, "random": random_rows,
+SCHEMES: dict[str, Callable[[int], Any]] = {  # of the seed of a run
+    "vanilla": lambda seed: None, "scar": lambda seed: scar(), "mfu": lambda seed: mfu(), "ssu": lambda seed: ssu(),
+    "random": random_rows,
 }  # fmt: skip
 NODES = 8
 
@@ -100,17 +101,17 @@ class CprJob:
         if scheme is None:
             state = Serial(self.clicks.task, state).train(batches)
         else:
-            state, figures = self._recovered(state, batches, scheme, save_every_steps, failures)
+            state, figures = self._recovered(state, batches, SCHEMES[scheme](seed_of_rows), save_every_steps, failures)
             row |= figures
         found = evaluate(state, test, self.eval_step)
         return row | {f"test_{key}": found[key] for key in ("auc", "normalized_entropy", "log_loss")}
 
     def _recovered(self, state, batches, scheme, save_every_steps, failures):
         """Train with real saves, losses and restores."""
-        whole = self.whole if scheme in ("mfu", "ssu", "random") else ()  # SCAR compares all rows
+        whole = () if scheme is None or scheme.name == "scar" else self.whole  # SCAR compares all rows
         with tempfile.TemporaryDirectory() as directory:
             recovery = Recovery(
-                directory, save_every_steps, len(batches), scheme=SCHEMES[scheme](), whole=whole,
+                directory, save_every_steps, len(batches), scheme=scheme, whole=whole,
                 fraction=self.config.fraction, failures=failures,
                 pick_ahead_steps=0,  # a step stands for minutes of the job, a pick takes one second
                 save_at_end=False,

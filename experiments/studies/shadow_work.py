@@ -38,7 +38,7 @@ FORMS_OF_RULES: dict[str, Callable[[], Rule]] = {
 
 
 class Late:
-    """A transport over which a peer comes late to each round: it sleeps before it joins."""
+    """A transport whose rounds begin late, as if a peer or a centre were late: it sleeps before it joins."""
 
     def __init__(self, transport, seconds: float):
         self.transport, self.seconds, self.ended = transport, seconds, threading.Event()
@@ -122,7 +122,7 @@ def trainer_turn(
     trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5,
     late_seconds: float = 0.0,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Run one synchronisation method (none, foreground, shadow) for `steps` steps, with a peer that comes late or not.
+    """Run one synchronisation method (none, foreground, shadow) for `steps` steps; rounds begin `late_seconds` late.
 
     Returns:
       Seconds of each step; the average sync gap in steps.
