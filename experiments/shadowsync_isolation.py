@@ -116,11 +116,16 @@ def finding(results: Mapping[str, Any]) -> str:
     """Title of the plot."""
     rates = rates_of(results)
     shadows = [each.value for way, each in rates.items() if way.startswith(("shadow_back", "shadow_pace"))]
-    late = "".join(f"; {way.replace('_', ' ')} steps {said(each)}" for way, each in rates.items() if "_late_" in way)
+    late = [way.removeprefix("shadow_late_") for way in rates if way.startswith("shadow_late_")]
+    beside = [
+        f"; if rounds come {results[f'late_over_step_shadow_late_{steps}']:.1f} steps late, "
+        f"{said(rates[f'shadow_late_{steps}'])} and {said(rates[f'foreground_late_{steps}'])}"
+        for steps in late[-1:]
+    ]
     return (
         f"Beside a shadow training keeps {min(shadows):.2f} to {max(shadows):.2f} of its rate without "
         f"sync, beside a blocked one {said(rates['blocked'])}, with sync in the foreground every "
-        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}{late}"
+        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}{''.join(beside)}"
     )
 
 

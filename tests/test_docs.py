@@ -343,7 +343,7 @@ def test_a_figure_of_the_readme_stands_among_the_measured_ones_under_its_kind_an
 def test_the_first_screen_of_the_readme_repeats_figures_of_its_table():
     page = " ".join(text_of("README.md").split())
     said = page[page.index("On an **H200**") : page.index("## Start")]
-    figure = re.compile(r"\d\.\d+ (?:\(\S+ to \S+\)|± \d\.\d+)")
+    figure = re.compile(r"-?\d\.\d+ (?:\(\S+ to \S+\)|± \d\.\d+)")
     assert not re.search(r"\d\.\d", figure.sub("", said))
     assert len(figure.findall(said)) == 5 and set(figure.findall(said)) <= set(BOLD.findall(page))
 
