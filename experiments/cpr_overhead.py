@@ -106,16 +106,16 @@ def accuracies(rows: list[dict], schemes: Sequence[str], test_sets: int = 1) -> 
     return results
 
 
-def table(results: dict[str, Any], schemes: Sequence[str]) -> str:
+def table(results: dict[str, Any]) -> str:
     """Format the accuracy of each scheme."""
     base = f"Test AUC without a failure {results['no_failure_test_auc_mean']:.4f} (seeds: {results['seeds']})"
     of_schemes: dict[str, str | tuple[str, float]] = {
         "test AUC": "cpr_{}_test_auc_mean", "AUC lost, 1e-5": ("cpr_{}_test_auc_loss", 1e5),
         "PLS": "cpr_{}_realized_pls", "non-inferior": "non_inferior_{}",
     }  # fmt: skip
-    if "random" in schemes:
+    if "random" in trained(results):
         of_schemes["minus random, 1e-5"] = "cpr_{}_test_auc_minus_random", 1e5
-    return f"{base}\n{grid(results, 'scheme', schemes, of_schemes)}"
+    return f"{base}\n{grid(results, 'scheme', trained(results), of_schemes)}"
 
 
 def trained(results: Mapping[str, Any]) -> list[str]:
@@ -220,7 +220,7 @@ def of_failures(config: Config) -> dict:
         train(run, config, job, arms)
         results = accuracies(run.metrics(), config.schemes, len(config.path or [0]))
         draw_accuracy(run.directory / "accuracy.png", results, config.failures)
-        run.close(results, table(results, config.schemes))
+        run.close(results, table(results))
         return results
 
 
@@ -247,9 +247,7 @@ def over_pls(config: Config) -> dict:
 
 def main(config: Config) -> dict:
     """Train the missing arms; return the contents of results.json."""
-    refuse(unread(config, {
-        "given failures, without --over-pls": (not config.over_pls, ("target_pls", "failures")),
-    }))  # fmt: skip
+    refuse(unread(config, {"given failures, without --over-pls": (not config.over_pls, ("target_pls", "failures"))}))
     return over_pls(config) if config.over_pls else of_failures(config)
 
 

@@ -15,13 +15,13 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from main.cli import Flags, Run, bars, command_line, grid
 from main.report import figures, said
 from studies.reference import Job, ratio
-from studies.shadow_work import RULES, TimedTrainer, trainer_turn
+from studies.shadow_work import RULES, TimedTrainer, Way, trainer_turn
 from studies.turns import in_turns
 
 
@@ -41,22 +41,13 @@ class Config(Flags):
 ROUNDS_AND_STEPS = {"smoke": (2, 8), "default": (24, 15), "paper": (60, 40)}
 
 
-class Way(NamedTuple):
-    """A way to synchronise; its fields are arguments of `trainer_turn`."""
-
-    way: str
-    pace_seconds: float = 0.0
-    every_steps: int = 1
-    late_seconds: float = 0.0
-
-
 def synchronisers_of(config: Config, step_s: float) -> dict[str, Way]:
     """Return {name: way}, for steps of so many seconds."""
     paces = sorted({0.0, config.pace_seconds / 2, config.pace_seconds, 2 * config.pace_seconds})
     ways = {
         "none": Way("none"),
         "foreground": Way("foreground", every_steps=config.every_steps),
-        "foreground_every_step": Way("foreground"),
+        "foreground_every_step": Way("foreground", every_steps=1),
         "blocked": Way("shadow", late_seconds=3.0),
     }
     ways |= {"shadow_back_to_back" if not pace else f"shadow_pace_{pace:g}_s": Way("shadow", pace) for pace in paces}
@@ -72,12 +63,12 @@ def run_in_turns(config: Config, run: Run) -> dict[str, list[dict[str, float]]]:
     trainer = TimedTrainer(Job(rows=config.rows, batch_size=config.batch_size, seed=config.seed))
     # One rule for all runs, so that its merge is compiled once.
     rule = RULES[config.rule]()
-    for way in ("none", "foreground", "shadow"):
-        trainer_turn(trainer, rule, way, 3, every_steps=1)  # compiles
+    for method in ("none", "foreground", "shadow"):
+        trainer_turn(trainer, rule, Way(method, every_steps=1), 3)  # compiles
     ways = synchronisers_of(config, float(np.median(trainer.run(steps))))
 
     def turn(name):
-        times, gap = trainer_turn(trainer, rule, steps=steps, **ways[name]._asdict())
+        times, gap = trainer_turn(trainer, rule, ways[name], steps)
         longest = float(times.max() / np.median(times))
         figures = {"step_s": float(times.mean()), "gap": gap, "longest_step_over_median": longest}
         figures["late_s"] = ways[name].late_seconds
@@ -116,16 +107,14 @@ def finding(results: Mapping[str, Any]) -> str:
     """Title of the plot."""
     rates = rates_of(results)
     shadows = [each.value for way, each in rates.items() if way.startswith(("shadow_back", "shadow_pace"))]
-    late = [way.removeprefix("shadow_late_") for way in rates if way.startswith("shadow_late_")]
-    beside = [
-        f"; if rounds come {results[f'late_over_step_shadow_late_{steps}']:.1f} steps late, "
-        f"{said(rates[f'shadow_late_{steps}'])} and {said(rates[f'foreground_late_{steps}'])}"
-        for steps in late[-1:]
-    ]
+    beside = ""
+    if late := [way for way in rates if way.startswith("shadow_late")]:
+        steps, foreground = results[f"late_over_step_{late[-1]}"], rates[late[-1].replace("shadow", "foreground")]
+        beside = f"; if rounds come {steps:.1f} steps late, {said(rates[late[-1]])} and {said(foreground)}"
     return (
         f"Beside a shadow training keeps {min(shadows):.2f} to {max(shadows):.2f} of its rate without "
         f"sync, beside a blocked one {said(rates['blocked'])}, with sync in the foreground every "
-        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}{''.join(beside)}"
+        f"{results['average_sync_gap_foreground']:g} steps {said(rates['foreground'])}{beside}"
     )
 
 

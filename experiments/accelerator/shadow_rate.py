@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 from studies.reference import Job
-from studies.shadow_work import TimedTrainer, trainer_turn
+from studies.shadow_work import TimedTrainer, Way, trainer_turn
 
 from accelerator.measure import Task, interval, over
 from jaxrec.shadowsync import model_averaging
 
-WAYS: dict[str, dict[str, Any]] = {  # arguments of `trainer_turn`
-    "none": {"way": "none"},
-    "shadow": {"way": "shadow"},
-    "shadow_paced": {"way": "shadow", "pace_seconds": 0.2},
-    "blocked": {"way": "shadow", "late_seconds": 3.0},
-    "foreground": {"way": "foreground"},
+WAYS = {
+    "none": Way("none"),
+    "shadow": Way("shadow"),
+    "shadow_paced": Way("shadow", pace_seconds=0.2),
+    "blocked": Way("shadow", late_seconds=3.0),
+    "foreground": Way("foreground"),
 }
 TURN_S = 0.7  # several rounds of the shadow
 
@@ -40,10 +40,10 @@ def measure_shadow(trainer: TimedTrainer, until: float, task: Task) -> dict[str,
     """Measure all ways of one trainer in turns."""
     rule = model_averaging()  # one for all turns: its merge is compiled once
     for way in WAYS.values():
-        trainer_turn(trainer, rule, steps=6, **way)  # compiles; the foreground meets at every 5th step
-    alone = float(trainer_turn(trainer, rule, "none", 10)[0].mean())
+        trainer_turn(trainer, rule, way, 6)  # compiles; the foreground meets at every 5th step
+    alone = float(trainer_turn(trainer, rule, WAYS["none"], 10)[0].mean())
     steps = 6 if task.smoke else max(10, min(400, int(TURN_S / alone)))
-    ways = {name: functools.partial(trainer_turn, trainer, rule, steps=steps, **way) for name, way in WAYS.items()}
+    ways = {name: functools.partial(trainer_turn, trainer, rule, way, steps) for name, way in WAYS.items()}
     turns = task.turns(ways, until)
     means = {name: [float(times.mean()) for times, _ in found] for name, found in turns.items()}
     figures: dict[str, Any] = {f"{name}_step_ms": interval([1e3 * t for t in means[name]]) for name in means}

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -118,21 +118,30 @@ def peer(rule: Rule, transport, params):
         thread.join()
 
 
-def trainer_turn(
-    trainer: TimedTrainer, rule: Rule, way: str, steps: int, pace_seconds: float = 0.0, every_steps: int = 5,
-    late_seconds: float = 0.0,
-) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Run one synchronisation method (none, foreground, shadow) for `steps` steps; rounds begin `late_seconds` late.
+class Way(NamedTuple):
+    """A synchronisation method: none, foreground or shadow."""
+
+    method: str
+    pace_seconds: float = 0.0  # of the shadow
+    every_steps: int = 5  # of the foreground
+    late_seconds: float = 0.0  # how late each round begins
+
+
+def trainer_turn(trainer: TimedTrainer, rule: Rule, way: Way, steps: int) -> tuple[np.ndarray, float]:
+    """Run one synchronisation method for `steps` steps.
 
     Returns:
       Seconds of each step; the average sync gap in steps.
     """
-    if way == "none":
+    if way.method == "none":
         return trainer.run(steps), float("inf")
     transport = SyncGroup(rule, trainer.params, 1 if rule.has_centre else 2).transport
-    over: Any = Late(transport, late_seconds) if late_seconds else transport
-    foreground = way == "foreground"
-    sync = Foreground(over, every_steps=every_steps) if foreground else Shadow(over, pace_seconds=pace_seconds)
+    over: Any = Late(transport, way.late_seconds) if way.late_seconds else transport
+    sync: Foreground | Shadow
+    if way.method == "foreground":
+        sync = Foreground(over, every_steps=way.every_steps)
+    else:
+        sync = Shadow(over, pace_seconds=way.pace_seconds)
     with peer(rule, transport, trainer.params):
         with sync:
             times = trainer.run(steps, sync)
