@@ -48,6 +48,8 @@ class Config(GraphFlags):
     """Pipeline modes to train in, one run each."""
     windows: tuple[int, ...] = (8,)
     """Batches in flight: async is trained with each of these, oac with the largest."""
+    factors: tuple[float, ...] = (1.0,)
+    """Multiples of --learning-rate: async is trained with each of these, as a lower one may suit stale rows better."""
     seeds: int = 1
     rounds: int = 0
     """Timed rounds of each mode; 0 takes the preset's number."""
@@ -58,11 +60,12 @@ class Config(GraphFlags):
 
 
 class Arm(NamedTuple):
-    """A mode with its window, None where it has none."""
+    """A mode with its window, None where it has none, and its learning rate's factor."""
 
     name: str
     mode: Mode
     window: int | None
+    factor: float = 1.0
 
 
 def arms_of(config: Config) -> list[Arm]:
@@ -74,8 +77,10 @@ def arms_of(config: Config) -> list[Arm]:
     found = []
     for mode in dict.fromkeys(config.modes):
         windows = {"async": tuple(dict.fromkeys(config.windows)), "oac": (max(config.windows),)}.get(mode, (None,))
-        for window in windows:
-            found.append(Arm(f"{mode}_window_{window}" if len(windows) > 1 else mode, mode, window))
+        factors = tuple(dict.fromkeys(config.factors)) if mode == "async" else (1.0,)
+        for window, factor in itertools.product(windows, factors):
+            name = f"{mode}_window_{window}" if len(windows) > 1 else mode
+            found.append(Arm(name if factor == 1 else f"{name}_factor_{factor:g}", mode, window, factor))
     return found
 
 
@@ -87,7 +92,7 @@ def measured_rates(config: Config, triples: Triples) -> dict:
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     state = job.task.init(job.params, "host")
     pipelines: dict[str, Pipeline] = {}
-    for name, mode, window in arms_of(config):
+    for name, mode, window, _ in arms_of(config):
         # Each pipeline donates its dense state, so each needs a copy.
         own = state._replace(dense=jax.tree.map(jnp.copy, state.dense))
         pipelines[name] = Pipeline(job.task, own, mode=mode, window=window)
@@ -98,6 +103,7 @@ def measured_rates(config: Config, triples: Triples) -> dict:
 
 def train_arm(config: Config, triples: Triples, run: Run, arm: Arm, asked: Asked) -> None:
     """Train and rank in one way; log a row for each epoch, and then that of the test triples."""
+    config = dataclasses.replace(config, learning_rate=arm.factor * config.learning_rate)
     job, seed = make_link_job(config, triples), {"seed": config.seed}
     with Pipeline(job.task, job.task.init(job.params, "host"), mode=arm.mode, window=arm.window) as pipeline:
         rows: list[dict] = []
@@ -161,7 +167,8 @@ def draw(run: Run, config: Config) -> None:
 
 def main(config: Config) -> dict:
     """Train and rank what is missing, in every mode; return the contents of results.json."""
-    refuse({"--modes and --windows name at least one each.": not (config.modes and config.windows)})
+    some = config.modes and config.windows and config.factors
+    refuse({"--modes, --windows and --factors name at least one each.": not some})
     keep_memory()
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
         triples = triples_of(config)

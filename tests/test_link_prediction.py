@@ -483,11 +483,14 @@ def test_a_small_graph_is_learned(name, times):
 
 @pytest.mark.slow
 def test_the_comparison_trains_in_every_mode_and_goes_on(tmp_path):
-    flags = "--epochs", 4, "--encoder", "graph_sage", "--model", "distmult", "--n3", 0, "--windows", 2, 6
+    flags = "--epochs", 4, "--encoder", "graph_sage", "--model", "distmult", "--n3", 0
+    flags += "--windows", 2, 6, "--factors", 1, 0.1
     found = smoke(tmp_path, "oac_link_prediction", *flags, "--seeds", 2)
-    names = ("sync", "async_window_2", "async_window_6", "oac")
+    ways = [f"async_window_{window}{rate}" for window in (2, 6) for rate in ("", "_factor_0.1")]
+    names = ("sync", *ways, "oac")
     for name in names:
         assert {f"{key}_{name}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
+    assert found["train_loss_async_window_2_factor_0.1"] > found["train_loss_async_window_2"]  # it learns more slowly
     assert 0 < found["oac_over_sync_low"] <= found["oac_over_sync"] <= found["oac_over_sync_high"]
     assert (
         found["oac_equals_sync"] and found["test_mrr_oac"] == found["test_mrr_sync"] != found["test_mrr_async_window_2"]
