@@ -49,7 +49,7 @@ class Config(GraphFlags):
     windows: tuple[int, ...] = (8,)
     """Batches in flight: async is trained with each of these, oac with the largest."""
     factors: tuple[float, ...] = (1.0,)
-    """Multiples of --learning-rate: async is trained with each of these, as a lower one may suit stale rows better."""
+    """Multiples of --learning-rate, of which each mode is trained with all, as stale rows may want lower ones."""
     seeds: int = 1
     rounds: int = 0
     """Timed rounds of each mode; 0 takes the preset's number."""
@@ -60,12 +60,16 @@ class Config(GraphFlags):
 
 
 class Arm(NamedTuple):
-    """A mode with its window, None where it has none, and its learning rate's factor."""
+    """A mode with its window, None where it has none, and a multiple of the learning rate."""
 
-    name: str
+    way: str  # the mode, with its window if there are several
     mode: Mode
     window: int | None
-    factor: float = 1.0
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return self.way if self.factor == 1 else f"{self.way}_factor_{self.factor:g}"
 
 
 def arms_of(config: Config) -> list[Arm]:
@@ -73,14 +77,14 @@ def arms_of(config: Config) -> list[Arm]:
 
     >>> [arm.name for arm in arms_of(Config(windows=(4, 16)))]
     ['sync', 'async_window_4', 'async_window_16', 'oac']
+    >>> [arm.name for arm in arms_of(Config(modes=("sync", "async"), factors=(1, 0.5)))]
+    ['sync', 'sync_factor_0.5', 'async', 'async_factor_0.5']
     """
     found = []
     for mode in dict.fromkeys(config.modes):
         windows = {"async": tuple(dict.fromkeys(config.windows)), "oac": (max(config.windows),)}.get(mode, (None,))
-        factors = tuple(dict.fromkeys(config.factors)) if mode == "async" else (1.0,)
-        for window, factor in itertools.product(windows, factors):
-            name = f"{mode}_window_{window}" if len(windows) > 1 else mode
-            found.append(Arm(name if factor == 1 else f"{name}_factor_{factor:g}", mode, window, factor))
+        for window, factor in itertools.product(windows, dict.fromkeys(config.factors)):
+            found.append(Arm(f"{mode}_window_{window}" if len(windows) > 1 else mode, mode, window, factor))
     return found
 
 
@@ -92,7 +96,7 @@ def measured_rates(config: Config, triples: Triples) -> dict:
     batches = list(itertools.islice(job.batches.stream(), widest + 1 + counted))
     state = job.task.init(job.params, "host")
     pipelines: dict[str, Pipeline] = {}
-    for name, mode, window, _ in arms_of(config):
+    for name, mode, window in dict.fromkeys(arm[:3] for arm in arms_of(config)):
         # Each pipeline donates its dense state, so each needs a copy.
         own = state._replace(dense=jax.tree.map(jnp.copy, state.dense))
         pipelines[name] = Pipeline(job.task, own, mode=mode, window=window)
@@ -125,19 +129,27 @@ def train_arm(config: Config, triples: Triples, run: Run, arm: Arm, asked: Asked
 
 
 def summary(config: Config, rows: list[dict]) -> dict:
-    """Return means over seeds, and differences from sync within seeds."""
+    """Return means over seeds, and differences from sync within seeds; also those of the best factors, if several."""
     seeds = range(config.seed, config.seed + config.seeds)
     of = {(row["mode"], row["seed"]): row for row in rows if "test_mrr" in row}
     results: dict[str, Any] = {"seeds": config.seeds}
     names = [arm.name for arm in arms_of(config)]
+    change = lambda name, base: paired_interval([of[name, n]["test_mrr"] - of[base, n]["test_mrr"] for n in seeds])
     for name in names:
         mine = [of[name, seed] for seed in seeds]
         for key in mine[0].keys() - {"mode", "seed"}:
             results[f"{key}_{name}"] = float(np.mean([row[key] for row in mine]))
         if "sync" in names and name != "sync":
-            differences = [row["test_mrr"] - of["sync", row["seed"]]["test_mrr"] for row in mine]
             key = f"test_mrr_change_{name}"
-            results[key], results[f"{key}_half_width"] = paired_interval(differences)
+            results[key], results[f"{key}_half_width"] = change(name, "sync")
+    if len(config.factors) > 1:
+        groups = itertools.groupby(arms_of(config), key=lambda arm: arm.way)
+        best = {way: max(arms, key=lambda arm: results[f"valid_mrr_{arm.name}"]) for way, arms in groups}
+        for way, arm in best.items():
+            results |= {f"best_factor_{way}": arm.factor, f"best_test_mrr_{way}": results[f"test_mrr_{arm.name}"]}
+            if "sync" in best and way != "sync":
+                key = f"best_test_mrr_change_{way}"
+                results[key], results[f"{key}_half_width"] = change(arm.name, best["sync"].name)
     if {"sync", "oac"} <= set(names):
         bare = lambda name: [
             {key: value for key, value in row.items() if key not in _TIMES and "fraction" not in key}
