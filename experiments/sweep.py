@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from main import config as train
 from main.children import trained
 from main.cli import Figure, Flags, Run, command_line, grid, paired_interval, refuse
+from main.config import parse
 from main.model import keep_copy
 from main.report import QUALITY, said
 from main.signals import Asked, stop_on_signals
@@ -102,6 +104,11 @@ def words_of(name: str, value: str) -> list[str]:
     return [f"--no-{name}"] if value == "no" else [f"--{name}", *shlex.split(value)]
 
 
+def of_preset(preset: str) -> list[str]:
+    """Return a preset as words of a command line."""
+    return [] if preset == "default" else ["--preset", preset]
+
+
 def again_in(run: Run) -> str:
     """Return how to resume, in words."""
     return f"the same flags, --workdir {run.directory} and --resume"
@@ -122,7 +129,7 @@ def trained_arms(
         for word in flags:  # refuses a file that has changed since the first arm
             keep_copy(word, run.directory, f"model_{Path(word.rpartition(':')[0]).stem}.py")
         name = "".join(c if c.isalnum() or c in ".=-" else "_" for c in f"{arm}_{seed}")
-        words = [*([] if preset == "default" else ["--preset", preset]), "--seed", str(seed), *flags, *of_seed(seed)]
+        words = [*of_preset(preset), "--seed", str(seed), *flags, *of_seed(seed)]
         found[arm].append(trained(run, name, f"{arm}, seed {seed}", words, asked, env))
         check(found[arm][-1])
         if (arm, seed) not in logged:
@@ -152,6 +159,15 @@ def figure_of(results: Mapping[str, Any], metric: str) -> float:
         known = ", ".join(key for key, value in results.items() if sign_of(key) and isinstance(value, int | float))
         raise ValueError(f"--metric {metric} is no number of results.json: give one of {known}, with --resume.")
     return results[metric]
+
+
+def check_arms(preset: str, arms: Mapping[str, Sequence[str]]) -> None:
+    """Refuse flags that train.py refuses, before any arm is trained; a misspelt flag ends the process, as there."""
+    for arm, words in arms.items():
+        try:
+            parse(train.Config, [*of_preset(preset), *words], prog=f"train.py {shlex.join(words)}")
+        except ValueError as error:
+            raise ValueError(f"{arm}: {error}") from error
 
 
 def check_metric(metric: str, arms: Mapping[str, Sequence[str]]) -> None:
@@ -249,7 +265,9 @@ def main(config: Config) -> dict:
     twice = bool(paths) and any("--path" in flags for flags in arms.values())
     refuse({"--path and path=... are two ways to name the data: leave one of them out.": twice})
     of_seed = in_turn(paths)
-    check_metric(config.metric, {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()})
+    of_first = {arm: [*flags, *of_seed(0)] for arm, flags in arms.items()}
+    check_metric(config.metric, of_first)
+    check_arms(config.preset, of_first)
     with (
         Run("sweep", config, config.workdir, config.resume) as run,
         stop_on_signals(f"go on with {again_in(run)}") as asked,

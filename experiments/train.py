@@ -153,11 +153,7 @@ def at_rest(engine, look: Callable[[TrainState], dict]) -> dict:
     """
     found: dict = {}
 
-    def rested(tables):
-        found.update(look(engine.state._replace(tables=tables)))
-        return tables
-
-    engine.exclusive(rested)
+    engine.at_rest(lambda tables: found.update(look(engine.state._replace(tables=tables))))
     return found
 
 
@@ -176,10 +172,9 @@ def last_callbacks(
             rested = info.state._replace(tables=tables)
             saves.ensure_image(rested)
             recorder.look(rested, info.step, info.metrics, best)
-            return tables
 
         if recorder.due(info.step) and not asked:
-            engine.exclusive(at_rest)
+            engine.at_rest(at_rest)
 
     def stop(info: StepInfo) -> None:
         if asked or (best is not None and patience and best.evaluations_since(recorder.history) >= patience):

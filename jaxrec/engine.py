@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.callbacks import AfterStep, Callback, CallbackList, RolledBack, StepInfo
@@ -23,7 +24,7 @@ from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.table_use import BrokenEngine, TableUse
-from jaxrec.types import Batch, Plan, ShardsLost, TrainState
+from jaxrec.types import Batch, DenseState, Plan, ShardsLost, TrainState
 from jaxrec.validate import check_not_donated, donated
 
 
@@ -139,6 +140,15 @@ class Losses:
                 )
 
 
+def check_finite(dense: DenseState) -> None:
+    """Raise FloatingPointError if a dense parameter is not finite: a loss shows that only a step later."""
+    if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(dense.params)):
+        raise FloatingPointError(
+            f"a dense parameter is not finite after step {int(dense.step)}, though the losses are. Look at that step's "
+            "batch, and at what the gradient of the loss divides by or takes the root of."
+        )
+
+
 class RecoveryCounter:
     """Counter of successive recoveries at one place, to end a run whose shards are lost again and again."""
 
@@ -166,8 +176,8 @@ class Engine:
     never waits for the stream.
 
     However a run ends, the state is that of the last committed step, with the changes of the callbacks that completed;
-    Ctrl-C and SIGTERM wait for the commit. The next run over the same iterator or `Loader` starts with the batches that
-    were taken but not trained.
+    Ctrl-C and SIGTERM wait for the commit. The next run starts with the batches that were taken but not trained, if it
+    is over the same iterator or `Loader`; a run over another one drops them.
 
     Args:
       callbacks: `Callback` objects, or functions (StepInfo) -> state or None, which are called after every step; in
@@ -175,6 +185,7 @@ class Engine:
 
     Attributes:
       step: number of committed steps.
+      changes: number of calls of `exclusive`, except those during a recovery: what they change no batch reports.
     """
 
     # How long `run` waits for an iterator that an earlier run is still in.
@@ -193,7 +204,8 @@ class Engine:
         self._marked_lost = set[int]()  # marked by a callback with `lose`, to be recovered after the snapshot
         self._tries = RecoveryCounter()
         self._within = 0  # depth of callers that will raise failures of the run: `with` blocks, `close`
-        self._recovering = self._going_back = False
+        self._recovering = self._going_back = self._looking = False
+        self.changes = 0
 
     @property
     def tables(self) -> Tables:
@@ -239,7 +251,7 @@ class Engine:
 
         Raises:
           FloatingPointError: a loss is not finite; the error gives the step. Losses are checked every 100 steps,
-            before a snapshot, which is not taken then, and when a run ends.
+            before a snapshot, which is not taken then, and when a run ends; before a snapshot also the parameters.
           ShardsLost: shards were lost, and no callback can recover them.
           ValueError: another run is active; callbacks have not begun; as the step.
         """
@@ -318,6 +330,23 @@ class Engine:
     def exclusive(self, change: Callable[[Any], Any]) -> None:
         """Replace the tables by change(tables) with exclusive access; for the iterating thread, also in a callback."""
         raise NotImplementedError
+
+    def at_rest(self, look: Callable[[Any], Any]) -> None:
+        """Call look(tables) as `exclusive` calls a change, for a function that changes nothing, such as an evaluation.
+
+        Args:
+          look: (tables) -> anything. It is called again after recovery if it meets lost shards.
+        """
+
+        def looked(tables):
+            look(tables)
+            return tables
+
+        before, self._looking = self._looking, True
+        try:
+            self.exclusive(looked)
+        finally:
+            self._looking = before
 
     def reset(self, state: TrainState) -> None:
         """Continue from another state, between two runs, at the step of its dense half.
@@ -479,6 +508,7 @@ class Engine:
 
     def _try_change(self, change: Callable, tables: Any) -> tuple[Any, Collection[int]]:
         """Return (change(tables), ()), or (None, lost shards) if it meets lost shards that a callback can recover."""
+        self._count_change()
         try:
             return change(tables), ()
         except ShardsLost as lost:
@@ -486,6 +516,10 @@ class Engine:
             if self._recovering or not self._callbacks.that_recover:
                 raise
             return None, lost.shards
+
+    def _count_change(self):
+        """Count a change that is about to be made; while it is, no snapshot is being saved."""
+        self.changes += not (self._looking or self._recovering)
 
     def _run_recovery(self, callbacks: Iterable[Callback], shards: Iterable[int]) -> None:
         """Call `recover` of callbacks in order."""
@@ -677,6 +711,7 @@ class Serial(Engine):
             self._recover(self._lost_shards)
             try:
                 self._losses.check()  # a state that is not finite must not take the place of a good image
+                check_finite(self._state.dense)
             except FloatingPointError:
                 self._snapshots.drop(self.step)
                 raise

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-# Bins of the logit between -20 and 20, 6e-4 wide, so that few pairs of examples share a bin.
-BINS, _LIMIT = 1 << 16, 20.0
+# Bins of the logit between -20 and 20 are 6e-4 wide, so that few pairs of examples share one; beyond, where models of
+# unscaled features go, their width is 2 % of the logit.
+FINE_BINS, _LIMIT = 1 << 16, 20.0
+_WIDE_BINS, _FARTHEST = 1 << 12, 1e39  # on either side; more than any f32
+BINS = FINE_BINS + 2 * _WIDE_BINS
 
 
 def exact_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -72,7 +75,7 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
       FloatingPointError: a logit is not finite.
     """
     logit, label, weight = _clicks(logit, label, weight)
-    place = np.clip((logit + _LIMIT) * (BINS / (2 * _LIMIT)), 0, BINS - 1).astype(np.int64)
+    place = _bin_of(logit)
     return Evaluation(
         np.bincount(place, weight * label, BINS),
         np.bincount(place, weight * (1 - label), BINS),
@@ -80,6 +83,17 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
         float(np.sum(weight / (1 + np.exp(-np.maximum(logit, -700))))),
         int(np.sum(weight > 0)),
     )
+
+
+def _bin_of(logit):
+    """Return the bin of each logit, i64[n], in the order of the logits."""
+    place = _WIDE_BINS + np.floor((logit + _LIMIT) * (FINE_BINS / (2 * _LIMIT))).clip(0, FINE_BINS - 1).astype(np.int64)
+    far = np.abs(logit) > _LIMIT
+    if far.any():
+        ratio = np.abs(logit[far]).clip(max=_FARTHEST) / _LIMIT
+        beyond = (np.log(ratio) * (_WIDE_BINS / np.log(_FARTHEST / _LIMIT))).astype(np.int64).clip(max=_WIDE_BINS - 1)
+        place[far] = np.where(logit[far] > 0, _WIDE_BINS + FINE_BINS + beyond, _WIDE_BINS - 1 - beyond)
+    return place
 
 
 def evaluate_errors(prediction: np.ndarray, label: np.ndarray, weight: np.ndarray) -> Errors:
@@ -111,11 +125,11 @@ def summarize(evaluation: Evaluation | Errors) -> dict[str, float]:
     """Compute metrics from statistics.
 
     Returns:
-      Of clicks: auc (streaming: exact except for pairs of logits closer than 6e-4, or both above 20, or both below
-      -20); log_loss, the mean of -log p(label) with p = sigmoid(logit); normalized_entropy, log loss over the entropy
-      of the label mean, so that the best constant has 1 (He et al., ADKDD 2014, eq. 1); calibration (mean prediction
-      over label mean); label_mean; examples. Of a regression: rmse, the root of the mean squared error; mae, the mean
-      absolute error; prediction_mean; label_mean; examples.
+      Of clicks: auc (streaming: exact except for pairs of logits closer than 6e-4, or beyond 20 than 2 %; NaN
+      if all labels are equal); log_loss, the mean of -log p(label) with p = sigmoid(logit);
+      normalized_entropy, log loss over the entropy of the label mean, so that the best constant has 1 (He et al., ADKDD
+      2014, eq. 1); calibration (mean prediction over label mean); label_mean; examples. Of a regression: rmse, the root
+      of the mean squared error; mae, the mean absolute error; prediction_mean; label_mean; examples.
     """
     if isinstance(evaluation, Errors):
         total = _some(evaluation.weight)

@@ -23,7 +23,7 @@ class _BatchFields(NamedTuple):
 
 
 class Batch(_BatchFields):
-    """A batch of examples; one of weight 0 is padding and updates nothing, even if its label or features are NaN.
+    """A batch of examples; one of weight 0 is padding and adds to no gradient, even if its label or features are NaN.
 
     Args:
       ids: {lookup: i32[B, ...]}, -1 for missing ids.

@@ -74,6 +74,13 @@ def check_opt_state(opt_state: Any) -> None:
 
 def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
     """Refuse a batch that has invalid weights or does not match the lookups or the plans."""
+    check_examples(batch)
+    spec.check_ids(batch.ids)
+    _check_plans(spec, plans, batch.ids)
+
+
+def check_examples(batch: Batch) -> None:
+    """Refuse a batch that has invalid weights, or labels and dense features of another number of examples."""
     check_weight(batch.weight)
     if batch.label is None or batch.dense is None:
         raise ValueError("label and dense of a batch are arrays: Batch(ids, label) has no dense features.")
@@ -85,8 +92,6 @@ def check_batch(spec: EmbeddingSpec, plans, batch: Batch) -> None:
                     f"{name} has shape {np.shape(leaf)}, but the weights are of {len(batch.weight)} examples: give an "
                     f"array with one row of numbers each, not of {dtype}."
                 )
-    spec.check_ids(batch.ids)
-    _check_plans(spec, plans, batch.ids)
 
 
 def check_weight(weight: Any) -> None:

@@ -406,6 +406,24 @@ def test_a_cut_of_a_state_whose_loss_is_not_finite_is_not_saved(make, callbacks)
 
 
 @each
+def test_a_cut_of_parameters_that_are_not_finite_is_not_saved_though_the_losses_are(make):
+    """The loss of a step is that of the parameters before it."""
+    saved = []
+
+    def break_them(info):
+        dense = info.state.dense
+        infinite = jax.tree.map(lambda weight: weight * np.inf, dense.params)
+        return info.state._replace(dense=dense._replace(params=infinite)) if info.step == 4 else None
+
+    with pytest.raises(FloatingPointError, match="a dense parameter is not finite after step 4"), make() as engine:
+        engine.enter(break_them)
+        for step in (2, 4):
+            engine.snapshot_at(step, lambda state: saved.append(int(state.dense.step)))
+        engine.train(batch_at(index) for index in range(6))
+    assert saved == [2] and engine.step == 4
+
+
+@each
 def test_what_the_stream_raised_is_told_though_the_run_was_left_before_it(make):
     reached = threading.Event()
 

@@ -30,6 +30,7 @@ from transports import Clock, in_meet
 
 from jaxrec import Batch, Task, make_eval_step, make_mesh
 from jaxrec.checkpoint import Checkpointer, restore
+from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, sgd
 from jaxrec.prefetch import Stream
 from jaxrec.shadowsync import (
@@ -706,6 +707,39 @@ def test_figures_are_counted_on_from_those_of_an_earlier_process():
         assert second.figures() == past
         trained(second, stream(0, 10))
         assert sum(second.figures()["steps"]) == 20
+
+
+@pytest.mark.parametrize("stretch_steps", [1, 4])
+def test_a_recovery_with_a_scheme_saves_all_rows_of_free_trainers_as_no_stretch_reports_its_rows(
+    tmp_path, stretch_steps
+):
+    recovery = Recovery(tmp_path, save_every_steps=8, total_steps=16, scheme=mfu(), save_at_end=False)
+    with engine(1, stretch_steps=stretch_steps) as free:
+        free.enter(recovery)
+        trained(free, stream(0, 16))
+        found, image = restore(tmp_path, engine(1).state)
+        assert image.step == 16
+        assert_equal(found.tables.shards, free.tables.shards)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": np.array([1.0, -1.0], np.float32)}, "weights are finite and 0 or more"),
+        ({"weight": np.array([1.0, np.nan], np.float32)}, "weights are finite and 0 or more"),
+        ({"label": np.ones(1, np.float32)}, "label has shape"),
+    ],
+)
+def test_a_batch_that_would_train_silently_wrong_is_refused(changed, message):
+    batch = Batch({"item": np.array([3, 4])}, np.ones(2, np.float32))._replace(**changed)
+    with pytest.raises(ValueError, match=message):
+        freely(HostTables.create(SPEC, ROWS), [[batch]])
+
+
+def test_tables_of_another_spec_are_refused():
+    other = EmbeddingSpec({"user": Table(40, 4)}, {"item": Lookup("user")}, shards=2)
+    with pytest.raises(ValueError, match="made with another spec"):
+        freely(HostTables.create(other, ROWS), [stream(0, 2)])
 
 
 # ---- failures

@@ -342,6 +342,7 @@ def test_a_bad_table_is_refused_by_name_and_line(tmp_path):
     long = "x" * 1001
     for text, message in [
         ("", "is empty"),
+        ("Head\trelation\tTail\na\tb\tc\n", "line 1, names the columns"),
         ("a\tb\tc\na b c\n", "line 2: 'a b c' is not head, relation and tail"),
         ("a\tb\tc\na\t \tc\n", r"line 2: .* is not head, relation and tail"),
         (f"a\t{long}\tc\n", "has a name of 1001 characters"),

@@ -61,9 +61,27 @@ def test_streaming_auc_is_exact_to_1e_5(seed):
     assert abs(result["auc"] - metrics.exact_auc(logit, label, weight)) < 1e-5
 
 
+@pytest.mark.parametrize("scale", [10.0, 1e3, 1e7, 1e37])
+def test_the_auc_of_logits_beyond_20_is_exact_to_the_share_of_pairs_closer_than_two_percent(scale):
+    """They are those of a model of unscaled features; in one bin on each side, half of their pairs counted as ties."""
+    logit, label, weight = click_data(5)
+    logit = (scale * logit).astype(np.float32)
+    assert np.mean(np.abs(logit) > 20) > 0.1
+    evaluation = metrics.evaluate_batch(logit, label, weight)
+    clicks, others = evaluation.positives, evaluation.negatives
+    shared = np.sum(clicks * others) / (clicks.sum() * others.sum())
+    error = abs(metrics.summarize(evaluation)["auc"] - metrics.exact_auc(logit, label, weight))
+    assert error <= shared / 2 + 1e-12 and shared < 0.02 and error < 1e-4
+    order = np.sort(np.concatenate([logit, [0.0, 20.0, -20.0, 3.4e38, -3.4e38]]))
+    each = [
+        np.argmax(metrics.evaluate_batch(np.array([one]), np.ones(1), np.ones(1)).positives) for one in order[::200]
+    ]
+    assert each == sorted(each)
+
+
 def test_a_coarse_histogram_fails_the_same_bound(monkeypatch):
     """Negative control: with 64 bins the streaming AUC is no longer within 1e-5."""
-    monkeypatch.setattr(metrics, "BINS", 64)
+    monkeypatch.setattr(metrics, "FINE_BINS", 64)
     logit, label, weight = click_data(0)
     result = metrics.summarize(metrics.evaluate_batch(logit, label, weight))
     assert abs(result["auc"] - metrics.exact_auc(logit, label, weight)) > 1e-5

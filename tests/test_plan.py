@@ -157,6 +157,15 @@ def test_ids_that_do_not_fit_are_refused(ids, message, plans):
         plans(spec, ids)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_largest_id_of_a_small_type_is_not_a_missing_one(dtype):
+    """On a device -1 was cast to the type of the ids."""
+    spec, ids = EmbeddingSpec({"t": Table(40, 4)}, {"t": Lookup("t")}), np.array([7, np.iinfo(dtype).max], dtype)
+    for array in (ids, jnp.asarray(ids)):
+        with pytest.raises(ValueError, match="outside their tables"):
+            plan(spec, {"t": array})
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64])
 def test_a_batch_sent_to_the_device_is_planned_as_on_the_host_or_refused(dtype):
     spec, limits = EmbeddingSpec({"t": Table(40, 4)}, {"t": Lookup("t")}), np.iinfo(dtype)

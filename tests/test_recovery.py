@@ -635,6 +635,18 @@ def test_a_checkpointer_saves_late_after_a_reset_or_a_failed_step_and_not_beyond
     assert [number_of(path) for path in images(tmp_path / "two")] == [20, 15]
 
 
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_a_checkpointer_saves_what_is_trained_after_a_reset_in_place_of_what_was_before_it(tmp_path, kind):
+    """The image of the same step was kept as intact, so that the state before the reset was restored."""
+    with kind(TASK, fresh("host"), [Checkpointer(tmp_path, every_steps=5)]) as engine:
+        engine.train(batches(0, 5))
+        engine.reset(fresh("host"))
+        state = engine.train(batches(20, 25))
+    found, image = restore(tmp_path, fresh("host"))
+    assert image.step == 5 and all(same(rows_of(found, shard), rows_of(state, shard)) for shard in range(4))
+    jax.tree.map(np.testing.assert_array_equal, found.dense, state.dense)
+
+
 # ---- failures around a recovery
 
 
@@ -684,6 +696,52 @@ def test_rows_of_a_step_that_the_recovery_has_not_seen_are_saved_with_all_others
         assert same(rows_of(engine.state, 1), wanted) and read_manifest(images(tmp_path)[0]).step == saved
 
 
+def copy_a_shard(tables):
+    """The tables whose shard 1 has the rows of shard 2."""
+    return tables.with_shard("width_8", 1, {part: rows[2] for part, rows in tables.parts("width_8").items()})
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu", "ssu", "scar"])
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+@pytest.mark.parametrize("change_at", [5, 8], ids=["before a save", "in the callback after it"])
+def test_rows_that_exclusive_has_changed_are_in_the_next_save_though_no_batch_reads_them(
+    tmp_path, kind, scheme, change_at
+):
+    recovery = make(tmp_path, scheme, save_every_steps=4, fraction=1.0, pick_ahead_steps=2)
+    change = at_step(change_at, lambda state: engine.exclusive(copy_a_shard))
+    with kind(TASK, fresh("host"), [recovery, change]) as engine:
+        engine.train(batches(0, 5))
+        engine.train(nothing(8))
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+        assert same(wanted[1]["width_8", "value"], wanted[2]["width_8", "value"])
+        recovery.recover([0, 1, 2, 3])
+        assert all(same(rows_of(engine.state, shard), wanted[shard]) for shard in range(4))
+
+
+@pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_the_end_saves_what_exclusive_has_changed_since_the_save_of_its_step(tmp_path, kind, scheme):
+    with kind(TASK, fresh("host"), [make(tmp_path, scheme, save_at_end=True, total_steps=8)]) as engine:
+        engine.train(batches(0, 8))
+        engine.exclusive(copy_a_shard)
+        wanted = [rows_of(engine.state, shard) for shard in range(4)]
+    found, _ = restore(tmp_path, fresh("host"))
+    assert all(same(rows_of(found, shard), wanted[shard]) for shard in range(4))
+
+
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_a_look_at_rest_and_a_shard_that_has_come_back_make_no_save_one_of_all_rows(tmp_path, kind):
+    looks = []
+    with kind(TASK, fresh("host"), [recovery := make(tmp_path, "mfu", fraction=1.0)]) as engine:
+        engine.enter(at_step(5, lambda state: engine.at_rest(lambda tables: looks.append(rows_of(engine, 1)))))
+        engine.enter(at_step(11, lambda state: engine.lose([2])))
+        engine.train(batches(0, 12))
+        recovery.recover([1])
+        engine.train(batches(12, 24))
+        assert recovery.saves == 3 and not images(tmp_path) and engine.changes == 1
+    assert same(looks[0], rows_of(train("host", 5), 1))
+
+
 @pytest.mark.parametrize("scheme", ["vanilla", "mfu"])
 def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_path, scheme):
     def all_come_back():
@@ -692,9 +750,6 @@ def test_a_state_changed_at_a_saved_step_takes_the_place_of_the_saved_one(tmp_pa
         restored, image = restore(tmp_path, fresh("host"))
         found = [[rows_of(state, shard) for shard in range(4)] for state in (engine.state, restored)]
         return image.step == 8 and all(map(same, found[0], wanted)) and all(map(same, found[1], wanted))
-
-    def copy_a_shard(tables):
-        return tables.with_shard("width_8", 1, {part: rows[2] for part, rows in tables.parts("width_8").items()})
 
     with watched("host", tmp_path, scheme) as (engine, recovery):
         engine.train(batches(0, 8))

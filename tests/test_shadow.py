@@ -161,6 +161,29 @@ def test_each_result_is_folded_in_once_and_a_copy_is_taken_after_the_fold():
         assert shadow.rounds == 2
 
 
+@pytest.mark.parametrize("ended", [False, True], ids=["the round is in flight", "its result waits"])
+def test_what_a_round_gives_for_a_state_that_was_replaced_is_dropped(ended):
+    rule = model_averaging(1.0, "delta")
+    steps = Steps(AllToAll(rule, PARAMS))
+    with Shadow(steps) as shadow:
+        shadow.exchange(state_of(0.0, 8.0))
+        if ended:
+            steps.begin.release()
+            until(lambda: steps.brought)
+            time.sleep(0.1)  # probably enough for the result
+        other = state_of(100.0, 102.0)
+        shadow.restarted(other)
+        if not ended:
+            steps.begin.release()
+        for _ in range(2):
+            until(lambda: steps.brought)
+            time.sleep(0.1)
+            other = shadow.exchange(other)
+            assert weights(other).tolist() == [100.0, 102.0] and shadow.rounds == 0
+        steps.begin.release()
+        assert weights(folded(shadow, other)).tolist() == [101.0, 101.0]
+
+
 def test_a_round_that_ends_during_finish_is_folded_in_before_the_last_one():
     rule, entered = model_averaging(0.5, "lerp"), threading.Event()
 

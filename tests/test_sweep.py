@@ -16,7 +16,7 @@ import pytest
 import sweep
 from main import children
 from main.cli import paired_interval
-from main.signals import Stopped
+from main.signals import Stopped, stop_on_signals
 from trained_run import criteo_lines, write_lines
 
 from jaxrec.data import criteo
@@ -74,6 +74,8 @@ def test_an_interval_over_seeds_that_share_test_sets_holds_its_share():
             "validation_auc wants a validation set, and row-learning-rate=0.02 has none",
         ),
         ({"fixed": ("data=tabular", "path=nowhere")}, "nowhere is no complete dataset"),
+        ({"vary": ("model=dlrm,none",), "fixed": TINY[:-1]}, "model=none: model='none' must be one of"),
+        ({"vary": ("model=lr,dlrm",), "fixed": (*TINY[:-1], "layers=8")}, "model=lr: model='lr' has no towers"),
         ({"fixed": ("path=x",), "path": (Path("y"),)}, "--path and path=... are two ways to name the data"),
     ],
 )
@@ -174,10 +176,17 @@ def test_a_sweep_trains_compares_gains_arms_and_trains_nothing_twice(tmp_path, c
     assert {path: at for path, at in times().items() if path in before} == before and len(times()) == 5
 
 
-@pytest.mark.slow
-def test_a_flag_that_train_refuses_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"model=none, seed 0 ended with code \d+, see .*model=none_0.log"):
-        sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("model=none",), "fixed": TINY[:-1]})))
+def test_a_flag_that_train_does_not_know_is_named_before_anything_is_trained(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(sweep.Config(workdir=tmp_path / "a", **(FLAGS | {"vary": ("learnin-rate=1,2",)})))
+    assert "--learnin-rate" in capsys.readouterr().err and not (tmp_path / "a").exists()
+
+
+def test_why_a_run_has_failed_is_quoted_from_its_log(tmp_path):
+    script = "print('error: an earlier one'); print('error: no rows'); print('bye'); raise SystemExit(3)"
+    with open(tmp_path / "a.log", "w") as log, stop_on_signals("go on") as asked:
+        with pytest.raises(OSError, match="an arm ended with code 3, see .*a.log: error: no rows; go on"):
+            children.run_child([sys.executable, "-c", script], "an arm", asked, None, log)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,12 @@ def trained(
     return run.read_json(results)
 
 
+def last_error(log: Path) -> str:
+    """Return the last line of a log that says why a script ended, after a colon; nothing if there is none."""
+    lines = log.read_text(errors="replace").splitlines()
+    return next((f": {line}" for line in reversed(lines) if line.startswith("error: ")), "")
+
+
 def run_child(
     command: Sequence[str], what: str, asked: Asked, env: Mapping[str, str] | None = None, output: IO | None = None
 ) -> None:
@@ -71,6 +77,6 @@ def run_child(
             signal.signal(signal.SIGQUIT, before)
     asked.check()
     if code:
-        where = "see above" if output is None else f"see {output.name}"
+        where = "see above" if output is None else f"see {output.name}{last_error(Path(output.name))}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, {where}"
         raise OSError(f"{what} {how}; {asked.words}")

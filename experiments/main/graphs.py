@@ -248,7 +248,7 @@ class LinkRecorder:
     def rank(self, info: StepInfo) -> None:
         """Rank validation triples after an epoch; not counted as training time."""
         jax.block_until_ready(info.metrics)
-        self.engine.exclusive(lambda tables: self._rank(info, tables))
+        self.engine.at_rest(lambda tables: self._rank(info, tables))
 
     def _rank(self, info, tables):
         seconds = time.perf_counter() - self.since
@@ -266,4 +266,3 @@ class LinkRecorder:
             f"valid MRR {row['valid_mrr']:.4f}"
         )
         self.losses, self.ranked_step, self.since = [], info.step, time.perf_counter()
-        return tables

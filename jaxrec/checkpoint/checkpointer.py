@@ -4,6 +4,7 @@ A directory has at most one saver of images and one of row deltas, each enforced
 the process dies. All images of a directory are of one run.
 """
 
+import functools
 import json
 import math
 import threading
@@ -193,7 +194,11 @@ class Checkpointer(BackgroundSaver, Callback):
       run: run id, as returned by `restore` (`image.run`); a new one if None.
       copy: 'whole' blocks training while the state is copied in memory, and writes the copy in the background; 'shards'
         blocks training until the image is written, with about one shard of extra memory.
-      every_steps: interval at which a callback saves, at snapshots of its engine; None to only `save` by hand.
+      every_steps: interval at which a callback saves, at snapshots of its engine and in place of an image of the same
+        step; None to only `save` by hand.
+
+    Beside a `Recovery` with mode="full" use its images: after going back, `save` refuses while this directory has
+    images of later steps.
 
     Raises:
       ValueError: the directory holds images of another run, or another saver uses it.
@@ -226,7 +231,9 @@ class Checkpointer(BackgroundSaver, Callback):
         """Have the engine take a snapshot if one became due, be it at a step at which a callback before has failed."""
         every = self._every_steps or math.inf
         if info.step // every > self._seen_step // every:
-            self._engine.snapshot_at(info.step, self.save)
+            # Replaced, as an image of this step may be of before a `reset`, or of before this run went on from an older
+            # image.
+            self._engine.snapshot_at(info.step, functools.partial(self.save, replace=True))
         self._seen_step = info.step
 
     def restarted(self, state: TrainState) -> None:

@@ -167,6 +167,7 @@ class Recovery(Callback):
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed at the end
         self.closed = False
         self._seen_step, self._going_back = 0, False  # last step known to the trackers or saved
+        self._seen_changes = 0  # of the engine, by `exclusive`, that a save holds
 
     @property
     def goes_back(self) -> bool:  # type: ignore[override]
@@ -244,7 +245,7 @@ class Recovery(Callback):
             whole_number("a step of failures", at, first, self._total_steps, why)
             check_shards(spec, shards)
         check_image(self.directory, image, step)
-        self._engine = engine
+        self._engine, self._seen_changes = engine, engine.changes
         if self._scheme:
             self._row_tracker = RowTracker(spec, self._scheme, self._fraction, ranges_of(spec, self._whole))
         with self._saves.open(spec, self._row_tracker, step, image, self._run_id) as opened:
@@ -279,7 +280,7 @@ class Recovery(Callback):
                     self._row_tracker.drop_picks()  # raises an error of the picker
             if error is None and self._save_at_end:
                 self._saves.settle()  # a failed save is made up for
-                if self._saves.whole_step < self._engine.step:
+                if self._saves.whole_step < self._engine.step or self._rows_changed():
                     self._save_whole()
         finally:
             del self._engine  # a cycle would keep the tables in memory
@@ -290,8 +291,8 @@ class Recovery(Callback):
     def after_step(self, info: StepInfo) -> None:
         """Track the batch, and have the engine take a snapshot that is due, and lose shards that are to fail."""
         step, due = info.step, self._schedule.due(info.step, self._seen_step)
-        if step > self._seen_step + 1:
-            # A callback before this one has failed since, so that it is unknown which rows have changed.
+        if step > self._seen_step + 1 or not info.plans:
+            # It is unknown which rows have changed: a callback before this one has failed, or trainers run freely.
             self._saves.require_base()
         self._seen_step = step
         if due:
@@ -311,9 +312,15 @@ class Recovery(Callback):
             self._engine.lose(self._failures.pop(step))
 
     def _save_snapshot(self, step, state):
-        if self._seen_step < int(state.dense.step):
-            self._saves.require_base()  # an earlier callback failed, so the batch was not tracked
+        # If an earlier callback failed, the batch was not tracked.
+        if self._rows_changed() or self._seen_step < int(state.dense.step):
+            self._saves.require_base()
         self._saves.save_snapshot(step, state)
+
+    def _rows_changed(self) -> bool:
+        """Return whether `exclusive` has changed rows since the last call, which no batch reports."""
+        before, self._seen_changes = self._seen_changes, self._engine.changes
+        return self._seen_changes > before
 
     def save_whole(self) -> None:
         """Save all rows and the dense state between two steps, and wait until they are on disk.
@@ -333,9 +340,9 @@ class Recovery(Callback):
         def save(tables):
             self._finish_saves(step)
             self._saves.save_base(at_step(TrainState(dense, tables), step), must_succeed=True)
-            return tables
 
-        self._engine.exclusive(save)
+        self._engine.at_rest(save)
+        self._rows_changed()  # they are saved
 
     def restarted(self, state: TrainState) -> None:
         """Save all rows of the state from which the engine will continue, as no batch reports which ones changed.
@@ -351,6 +358,7 @@ class Recovery(Callback):
         if self._row_tracker:
             self._row_tracker.end_snapshots()  # the engine drops those whose save met lost shards
         self._seen_step = int(state.dense.step)
+        self._rows_changed()  # they are replaced
 
     def _refuse_closed(self):
         if not self._saves.opened:
@@ -380,7 +388,10 @@ class Recovery(Callback):
             raise RolledBack(lambda: self._go_back(len(shards)))
         # With exclusive access: no other thread may read rows of a partly restored shard.
         dense, step = self._engine.state.dense, self._engine.step
+        if self._rows_changed():
+            self._saves.require_base()
         self._engine.exclusive(lambda tables: self._recover_tables(TrainState(dense, tables), step, shards))
+        self._rows_changed()  # by this call, which the tracker knows
 
     def _finish_saves(self, step):
         """Discard picks and wait for the save in flight; a failed save does not prevent recovery."""

@@ -67,7 +67,7 @@ class RecoveryPlan(NamedTuple):
     def in_steps(self, seconds_per_step: float) -> InSteps:
         """Return the plan as arguments of `Recovery`, which counts steps instead of hours.
 
-            Recovery(engine, directory, **plan.in_steps(seconds_per_step=0.05))
+            Recovery(directory, **plan.in_steps(seconds_per_step=0.05))
 
         A plan of full recovery takes no scheme.
 

@@ -15,6 +15,7 @@ _SPLITS = ("train", "valid", "test")
 _TABLES = (".tsv", ".txt", ".tsv.gz", ".txt.gz", ".parquet")
 _MAX_ID = 10**9
 _LONGEST = 1000  # characters of a name
+_HEADS, _TAILS = {"head", "subject", "source"}, {"tail", "object", "target"}  # of a line that names the columns
 _SPLIT = 5  # stream of random numbers
 
 
@@ -118,6 +119,8 @@ def _texts(path):
                 f"{path}, line {number}: {line!r:.80} is not head, relation and tail, separated by tabs: correct the "
                 "line."
             )
+        if number == 1 and row[0].lower() in _HEADS and row[2].lower() in _TAILS:
+            raise ValueError(f"{path}, line 1, names the columns, and would be a triple: remove the line.")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path} is empty: a line for each triple is expected.")

@@ -248,6 +248,8 @@ def _stack_rows(spec, name, lookups, sharded):
     for key, local in lookups.items():
         hots = spec.lookups[key].hots
         offset, limit = (np.repeat(a, hots)[None, :] for a in spec.columns_of(key, name))
+        if np.issubdtype(local.dtype, np.unsignedinteger):
+            local = local.astype(jnp.int32)  # else -1 below would be the largest id of the type
         part = jax.lax.all_gather(local, AXES, tiled=True) if sharded else jnp.asarray(local)
         part = part.reshape(-1, offset.shape[1])
         valid = (part >= 0) & (part < limit)

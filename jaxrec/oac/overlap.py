@@ -49,9 +49,10 @@ class Overlap:
         with Serial(Overlap(task, window=4), task.init(params, "pinned")) as engine:
             state = engine.train(batches)
 
-    Bitwise equal to the step of the task. Nothing lags: whoever reads the tables, on the host or in a program, waits
-    for the puts that have begun. If the host has used the tables, or others have trained them, the ring is void, and
-    the next batch is read anew.
+    Bitwise equal to the step of the task over host tables (over pinned ones, XLA compiles update and put as one
+    program, and may round otherwise). Nothing lags: whoever reads the tables, on the host or in a program, waits for
+    the puts that have begun. If the host has used the tables, or others have trained them, the ring is void, and the
+    next batch is read anew.
 
     Args:
       task: Task, whose `update` runs.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
-from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
+from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, check_finite, first_failure
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.flight import Flight
 from jaxrec.oac.guard import GuardedTables, TableProgress
@@ -303,6 +303,7 @@ class Pipeline(Engine):
                 return
             try:
                 self._losses.check()
+                check_finite(self._stages.dense)
             except FloatingPointError:
                 self._snapshots.drop(self.step)
                 raise
@@ -369,7 +370,7 @@ class Pipeline(Engine):
             self._recover({*shards, *lost.shards})
             return
         # The batches whose gathers met the loss are gathered again, even if no callback has used `exclusive`.
-        self.exclusive(lambda tables: tables)
+        self.at_rest(lambda tables: None)
         # After the restart: until then, gathers in progress may have reported the same loss.
         self.flight.mark_recovered(shards)
 

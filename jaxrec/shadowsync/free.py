@@ -233,6 +233,7 @@ class FreeTrainers(Engine):
 
     def exclusive(self, change: Callable[[HostedTables], HostedTables]) -> None:
         """Replace the tables by change(tables) while all trainers are idle: in a callback, or between two runs."""
+        self._count_change()
         changed = change(self._state.tables)
         if changed is None or changed.hosted is None or changed.spec.digest != self.tables.spec.digest:
             raise ValueError(

@@ -51,7 +51,9 @@ class Round(NamedTuple):
 class Synchroniser(Callback):
     """Base class of a trainer's synchroniser: `Shadow` in the background, `Foreground` in the foreground.
 
-    It is a context manager for a loop of one's own, and a callback for an engine.
+    It is a context manager for a loop of one's own, and a callback for an engine. If that goes back to another state (a
+    `reset`, full recovery), the rounds of the group go on: the memory of its rule, such as a centre, is not of that
+    state, so that results are not those of an undisturbed run.
 
     Attributes:
       steps: number of `exchange` calls.
@@ -320,6 +322,7 @@ class Shadow(Synchroniser):
         self._handed: Live | None = None  # copy waiting for the thread
         self._result: Round | None = None  # result of the thread since the last exchange
         self._busy = self._stopped = self._ended = False
+        self._outdated = False  # the round in flight is of a state that was replaced
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"shadow-{trainer}", daemon=True)
 
@@ -374,6 +377,12 @@ class Shadow(Synchroniser):
                 self._changed.notify_all()
         return state if result is None else with_leaves(state, leaves)
 
+    def restarted(self, state: TrainState) -> None:
+        """Drop what the thread has, or will have, of the state that is replaced."""
+        with uninterrupted(), self._changed:
+            self._handed = self._result = None
+            self._outdated = self._busy
+
     def _stop(self):
         with uninterrupted(), self._changed:
             self._stopped = True
@@ -424,14 +433,15 @@ class Shadow(Synchroniser):
         result = self._round_of(handed)
         with self._changed:
             # Under one lock: an exchange that finds the thread idle also finds its result.
-            self._result, self._busy = result, False
+            self._result = None if self._outdated else result
+            self._busy = self._outdated = False
             self._changed.notify_all()
             pace = max(self._pace, (time.thread_time() - before) / self._core_share)
             left = start + pace - time.monotonic()
             if left > 0:
                 self._busy = True  # else a copy taken now would be stale when the next round begins
                 self._changed.wait_for(lambda: self._stopped, min(left, threading.TIMEOUT_MAX))
-                self._busy = False
+                self._busy = self._outdated = False
 
     def _raise_failure(self):
         if self._failure is not None:

@@ -39,6 +39,7 @@ from jaxrec.step import gradients, init_dense, step_dense, step_rows, with_repli
 from jaxrec.table_use import TableUse
 from jaxrec.task import Task, check_gradients_suffice, once_per_task
 from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, TrainState
+from jaxrec.validate import check_examples, check_spec
 
 _END = object()  # marks the end of a stream; None does not
 LEAVE_S = 10.0  # maximum wait at the end for threads blocked in a stream or a hook, in seconds
@@ -222,6 +223,7 @@ class Trainer:
 
     def _step(self, batch):
         shared = self.shared
+        check_examples(batch)
         plans = shared.step.plan(batch.ids)
         # Without any lock: other trainers may update the rows in between, as in Hogwild.
         rows = shared.tables.read(plans)
@@ -368,6 +370,7 @@ def train_stretch(
     ([15, 12], [5, 4])
     """
     _check(states, tables, streams, workers_per_trainer)
+    check_spec(step.spec, tables.spec)
     shared = Shared(step, tables, hook)
     trainers = []
     for number, (dense, stream) in enumerate(zip(states, streams, strict=True)):

@@ -6,6 +6,7 @@ import errno
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -349,6 +350,38 @@ def test_a_loader_gives_all_of_it_from_any_position(tmp_path):
         np.testing.assert_equal(one._asdict(), other._asdict())
 
 
+FILES_OF_TIMES = ("us.parquet", "ms.parquet", "day.parquet", "text.csv")
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(FILES_OF_TIMES, 2)))
+def test_times_of_files_of_several_types_are_of_one_scale(tmp_path, names):
+    """Microseconds of one file were compared with milliseconds of another, so that the latest rows were trained on."""
+    days = pl.Series("t", range(40)).cast(pl.Date)
+    for name, part in zip(names, (days[:20], days[20:]), strict=True):
+        kinds = {"us": pl.Datetime("us"), "ms": pl.Datetime("ms"), "day": pl.Date}
+        rows = pl.DataFrame({"y": [0, 1] * 10, "n": part.to_physical(), "t": part, "y_too": ["a", "b"] * 10})
+        if name == "text.csv":
+            rows.write_csv(tmp_path / name)
+        else:
+            rows.with_columns(pl.col("t").cast(kinds[name.split(".")[0]])).write_parquet(tmp_path / name)
+    schema = Schema("y", [Dense("n"), Categorical("y_too", 1)], ByTime("t", 0.75))
+    prepare([tmp_path / name for name in names], tmp_path / "out", schema, **SMALL)
+    assert sorted(read_all(tmp_path / "out", "train")["dense"][:, 0]) == list(range(30))
+
+
+def test_texts_for_missing_values_are_no_labels_and_what_is_missing_is_said(tmp_path):
+    schema = Schema("y", [Categorical("user", 1)], ByTime("t", 0.5), missing=("0",))
+    (tmp_path / "a.csv").write_text("y,user,t\n" + "".join(f"{n % 2}.0,{n % 3},{n + 1}\n" for n in range(8)))
+    prepare([tmp_path / "a.csv"], tmp_path / "out", schema, **SMALL)
+    train = read_all(tmp_path / "out", "train")
+    assert train["label"].tolist() == [0, 1, 0, 1]
+    assert (train["sparse"][:, 0] == 0).tolist() == [True, False, False, True]
+    for row, rule in {"0,1,0": "'t' is '0', but .* not one of missing=", "0,1,": "'t' is missing, but"}.items():
+        (tmp_path / "b.csv").write_text(f"y,user,t\n1,1,1\n0,2,2\n{row}\n")
+        with pytest.raises(ValueError, match=f"b.csv, line 4: {rule}"):
+            prepare([tmp_path / "b.csv"], tmp_path / "no", schema, **SMALL)
+
+
 GOOD = {"y": "1", "user": "ann", "price": "1.5", "tags": "a|b", "w": "1", "t": "5"}
 STRICT = Schema(
     label="y", features=[Categorical("user", 1), Dense("price"), MultiHot("tags", min_count=1)], weight="w",
@@ -511,6 +544,9 @@ def test_damaged_parquet_and_foreign_types_are_refused_in_words(tmp_path):
     for feature in (Categorical("x"), Dense("x", buckets=(1,))):
         with pytest.raises(ValueError, match="c.parquet: 'x' holds Struct"):
             prepare([tmp_path / "c.parquet"], tmp_path / "out", Schema(label="y", features=[feature]))
+    pl.DataFrame({"y": [0, 1], "x": pl.Series([1, 2], dtype=pl.Duration("us"))}).write_parquet(tmp_path / "d.parquet")
+    with pytest.raises(ValueError, match="d.parquet: 'x' holds Duration"):
+        prepare([tmp_path / "d.parquet"], tmp_path / "out", Schema(label="y", features=[Categorical("x")]))
 
 
 KILLED = """

@@ -15,7 +15,6 @@ are not compared.
 
 import contextlib
 import dataclasses
-import functools
 import sys
 import tempfile
 import warnings
@@ -133,19 +132,15 @@ def to_the_end(engine: Any, stream: Callable, recovery: Recovery) -> None:
     """Train, read rows on the way and at the end, and save everything; again wherever full recovery rolls back."""
     seen: dict[str, Any] = {}
 
-    def rows(plans, tables):
-        tables.read(plans)
-        return tables
-
     def look(info):
         seen["plans"] = info.plans
-        engine.exclusive(functools.partial(rows, info.plans))
+        engine.at_rest(lambda tables: tables.read(info.plans))
 
     engine.enter(every(LOOK_EVERY, look))
     while True:
         try:
             engine.train(stream)
-            engine.exclusive(functools.partial(rows, seen["plans"]))
+            engine.at_rest(lambda tables: tables.read(seen["plans"]))
             recovery.save_whole()
             return
         except RolledBack as back:

@@ -146,11 +146,7 @@ class Killer:
     def _survivors(self, shards):
         found: dict[Any, Any] = {}
 
-        def look(tables):
-            found.update(tables.on_shards(digest_rows))
-            return tables
-
-        self.engine.exclusive(look)  # after pending writes
+        self.engine.at_rest(lambda tables: found.update(tables.on_shards(digest_rows)))  # after pending writes
         return {place: digest for place, digest in found.items() if place[1] not in shards}
 
 

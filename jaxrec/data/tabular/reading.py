@@ -200,20 +200,21 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
     import polars as pl
 
     columns, checks = {}, []
-    no_numbers = pl.Series(schema.missing, dtype=pl.String).cast(pl.Float64, strict=False).drop_nulls().to_list()
 
-    def number(name, needed, rule="a number", fits=None):
+    def number(name, needed, rule="a number", fits=None, missing=schema.missing):
         series = frame[name]
-        found = _numbers(pl, series, name in schema.times, name in of_histories, piece, name)
+        no_numbers = pl.Series(missing, dtype=pl.String).cast(pl.Float64, strict=False).drop_nulls().to_list()
+        found = _numbers(pl, series, name in schema.times, piece, name)
         absent = series.is_null() | found.is_nan().fill_null(False) | found.is_in(no_numbers).fill_null(False)
         if series.dtype == pl.String:
-            absent |= series.is_in(["", *schema.missing]).fill_null(True)
-        found = found.set(absent, None)
-        ok = found.is_finite().fill_null(False) if fits is None else fits(found).fill_null(False)
+            absent |= series.is_in(["", *missing]).fill_null(True)
+        known = found.set(absent, None)
+        ok = known.is_finite().fill_null(False) if fits is None else fits(known).fill_null(False)
+        if missing and needed:
+            rule += " that is not one of missing=... of the schema"
         checks.append((name, rule, (ok if needed else ok | absent).to_numpy(), series))
-        columns[f"n:{name}"] = found
+        columns[f"n:{name}"] = known
 
-    of_histories = [history.time for history in schema.histories]
     for label in schema.label:
         binary = label.at_least is None and not label.regression
         within = (lambda found: (found == 0) | (found == 1)) if binary else None
@@ -221,7 +222,8 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
             "0 or 1 (of other numbers, at_least of the Label says what is a 1, and regression predicts them)"
             if binary else "a number"
         )  # fmt: skip
-        number(label.column, True, rule, within)
+        # No text for a missing value is a valid label but 0 or 1, which are then meant for features.
+        number(label.column, True, rule, within, () if binary else schema.missing)
     if schema.weight:
         number(schema.weight, True, "a number from 0", lambda found: (found >= 0) & found.is_finite())
     for name in schema.times:
@@ -252,13 +254,14 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
     if not fits.all():
         at = int(np.argmin(fits))
         name, wanted, _, series = next(check for check in checks if not check[2][at])
-        rule = f"{name!r} is {str(series[at])!a:.60}, but it is {wanted}"
+        found = "missing" if series[at] is None else f"{str(series[at])!a:.60}"
+        rule = f"{name!r} is {found}, but it is {wanted}"
     return pl.DataFrame({key: series.alias(key) for key, series in columns.items()}), fits, rule
 
 
-def _numbers(pl, series, time: bool, seconds: bool, piece: Piece, name: str):
-    """Convert a series to f64, null where missing; dates to `seconds` since 1970, as of text, or as they are stored."""
-    if seconds and series.dtype in (pl.Date, pl.Datetime):
+def _numbers(pl, series, time: bool, piece: Piece, name: str):
+    """Convert a series to f64, null where missing; of a `time`, dates to seconds since 1970, in files of any type."""
+    if time and series.dtype in (pl.Date, pl.Datetime):
         return series.dt.epoch("us").cast(pl.Float64) / 1e6
     if series.dtype.is_temporal():
         return series.to_physical().cast(pl.Float64)
@@ -295,7 +298,7 @@ def _checked(pl, series, piece: Piece, role: str):
     """Return a series whose values can be categories."""
     listed = isinstance(series.dtype, pl.List | pl.Array)
     inner = series.dtype.inner if listed else series.dtype
-    if (listed and role == "c") or inner.is_nested() or inner in (pl.Binary, pl.Object):
+    if (listed and role == "c") or inner.is_nested() or inner in (pl.Binary, pl.Object, pl.Duration):
         kinds = "texts and whole numbers are categories" + ("" if role == "c" else ", or lists of them")
         raise ValueError(f"{piece.path}: {series.name!r} holds {series.dtype}, but {kinds}: cast it.")
     return series
