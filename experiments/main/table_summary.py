@@ -20,6 +20,7 @@ READY = {
     "movielens_1m": ready.MOVIELENS_1M,
 }
 _SHOWN = 40  # most features that are drawn
+_FAR = 100.0  # a mean or deviation of a number that is not scaled
 
 
 def open_schema(name: str | None) -> Schema:
@@ -80,16 +81,17 @@ def words(metadata: Mapping[str, Any]) -> str:
 
     >>> table = {"labels": ["click"], "digest": "ab", "label_over_time": [[0, 4, 0.25]], "bags": {}, "features": {
     ...     "user": {"missing_share": 0.5, "table_rows": 3, "distinct": 1, "top": [["ann", 2]],
-    ...              "unknown_share": {"train": 0.25}}, "age": {"missing_share": 0.0}}}
+    ...              "unknown_share": {"train": 0.25}}, "age": {"missing_share": 0.0, "scale": [40.0, 2000.5]}}}
     >>> print(words({"rows": {"train": 4}, "label_mean": {"train": 0.25}, "skipped_rows": 0, "table": table}))
     train: 4 rows, label mean 0.2500
     malformed rows left out: 0
     <BLANKLINE>
     feature  missing  unknown in train  table rows  distinct  most frequent in training
     user     50.00 %           25.00 %           3         1  'ann' 2
-    age       0.00 %                 -           -         -
+    age       0.00 %                 -           -         -  mean 40, deviation 2000
     <BLANKLINE>
     mean of 'click' over time: 0.2500
+    warning: age would dominate a model, or keep it from learning: add log=True or standardise=True
     """
     table = metadata["table"]
     lines = [f"{name}: {rows} rows, label mean {metadata['label_mean'][name]:.4f}"
@@ -100,8 +102,8 @@ def words(metadata: Mapping[str, Any]) -> str:
               "most frequent in training"]]  # fmt: skip
     for name, one in table["features"].items():
         top = ", ".join(f"{value[:16]!r} {count}" for value, count in one.get("top", [])[:3])
-        if "mean" in one:
-            top = f"mean {one['mean']:.4g}, deviation {one['deviation']:.4g}"
+        if mean_and_deviation := one.get("scale") or ([one["mean"], one["deviation"]] if "mean" in one else None):
+            top = "mean {:.4g}, deviation {:.4g}".format(*mean_and_deviation)
         unknown = [f"{100 * one['unknown_share'][split]:.2f} %" if "unknown_share" in one else "-" for split in splits]
         of_table = [str(one.get(key, "-")) for key in ("table_rows", "distinct")]
         cells.append([name, f"{100 * one['missing_share']:.2f} %", *unknown, *of_table, top])
@@ -117,6 +119,10 @@ def words(metadata: Mapping[str, Any]) -> str:
     lines += (
         [f"warning: no row has more than one category of {', '.join(alone)}: is the separator right?"] if alone else []
     )
+    far = [name for name, one in table["features"].items() if max(map(abs, one.get("scale", [0]))) > _FAR]
+    lines += [
+        f"warning: {', '.join(far)} would dominate a model, or keep it from learning: add log=True or standardise=True"
+    ] if far else []  # fmt: skip
     return "\n".join(lines)
 
 

@@ -369,6 +369,17 @@ def test_times_of_files_of_several_types_are_of_one_scale(tmp_path, names):
     assert sorted(read_all(tmp_path / "out", "train")["dense"][:, 0]) == list(range(30))
 
 
+def test_the_scale_of_a_number_that_is_not_standardised_is_shown_and_changes_no_digest(tmp_path):
+    rows = np.random.default_rng(0).normal(3e4, 2e4, 400)
+    text = "y,user,x\n" + "".join(f"{n % 2},{n % 3},{x}\n" for n, x in enumerate(rows))
+    (tmp_path / "a.csv").write_text(text)
+    schema = Schema("y", [Categorical("user", 1), Dense("x", log=True)], ByRows(0.5))
+    found = prepare([tmp_path / "a.csv"], tmp_path / "out", schema)["table"]
+    logs = np.log1p(np.maximum(rows[:200], 0))
+    np.testing.assert_allclose(found["features"]["x"]["scale"], [logs.mean(), logs.std()], rtol=1e-5)
+    assert "scale" not in found["features"]["user"] and found["digest"] == "381663c867cb748a"
+
+
 def test_texts_for_missing_values_are_no_labels_and_what_is_missing_is_said(tmp_path):
     schema = Schema("y", [Categorical("user", 1)], ByTime("t", 0.5), missing=("0",))
     (tmp_path / "a.csv").write_text("y,user,t\n" + "".join(f"{n % 2}.0,{n % 3},{n + 1}\n" for n in range(8)))

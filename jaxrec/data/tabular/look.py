@@ -34,9 +34,10 @@ class Look(NamedTuple):
     Attributes:
       vocabularies: {table: its categories, most frequent first}, of the tables that do not hash.
       counts: {table: i64[v] occurrences of each category}.
-      summary: moments {dense column: [mean, deviation]}; targets, the same of labels of a regression; missing {column:
-        rows}; distinct {table: number of categories, rare ones included}; label_over_time [[row or time at which a
-        period begins, rows, label mean]]; rows.
+      summary: moments {dense column: [mean, deviation]}, by which it is standardised; scales, the same of what is not
+        standardised too; targets, the same of labels of a regression; missing {column: rows}; distinct {table: number
+        of categories, rare ones included}; label_over_time [[row or time at which a period begins, rows, label mean]];
+        rows.
     """
 
     vocabularies: dict[str, list[str]]
@@ -72,7 +73,7 @@ class Looking:
             key = f"{role}:{feature.column}"
             self._missing[feature.column] += frame[key].null_count()
             if isinstance(feature, Dense):
-                if feature.standardise:
+                if not feature.buckets:
                     self._number(feature.column, numbers(feature, of_train[key].drop_nulls().to_numpy()))
             elif feature.hash_cap is None:
                 values = of_train[key]
@@ -137,12 +138,14 @@ class Looking:
             kept = kept.sort(["count", "value"], descending=[True, False])
             vocabularies[feature.column] = kept["value"].to_list()
             counts[feature.column] = kept["count"].to_numpy().astype(np.int64)
-        moments = {
+        scales = {
             name: [mean, float(np.sqrt(squares / many)) if many else 1.0]
             for name, (many, mean, squares) in self._moments.items()
         }
+        targets = {name: scales.pop(name) for name in self._targets}
+        moments = {f.column: scales[f.column] if f.standardise else [0.0, 1.0] for f in self._schema.dense}
         summary = {
-            "rows": self._rows, "targets": {name: moments.pop(name) for name in self._targets}, "moments": moments,
+            "rows": self._rows, "targets": targets, "moments": moments, "scales": scales,
             "missing": self._missing, "distinct": distinct, "label_over_time": self._periods(),
         }  # fmt: skip
         return Look(vocabularies, counts, summary)
@@ -258,5 +261,7 @@ def shown(
             one["top"] = [[values[row], int(counts[row])] for row in top]
         if isinstance(feature, Dense) and feature.standardise:
             one["mean"], one["deviation"] = look.summary["moments"][feature.column]
+        elif scale := look.summary.get("scales", {}).get(feature.column):  # looks of earlier versions have none
+            one["scale"] = scale
         found[feature.column] = one
     return found
