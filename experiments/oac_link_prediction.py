@@ -4,6 +4,7 @@
     python experiments/oac_link_prediction.py --path FB15k-237 --encoder graph_sage --model distmult --rank 50 --n3 0 \\
         --batch-size 2000 --groups 20 --negatives 500 --epochs 5 --no-decay --initial-scale 0.00173 \\
         --initial-relation 1 --windows 4 16 32 --seeds 10            a graph network, Marius's example; hours
+    python experiments/oac_link_prediction.py --factors 1 0.5 0.25   each mode at several learning rates
     python experiments/oac_link_prediction.py --preset smoke         a generated graph, 20 seconds
     python experiments/oac_link_prediction.py --workdir DIR --resume goes on; what is complete is not trained again
 
@@ -49,7 +50,7 @@ class Config(GraphFlags):
     windows: tuple[int, ...] = (8,)
     """Batches in flight: async is trained with each of these, oac with the largest."""
     factors: tuple[float, ...] = (1.0,)
-    """Multiples of --learning-rate, of which each mode is trained with all, as stale rows may want lower ones."""
+    """Multiples of --learning-rate; every mode is trained at each, as stale rows may want a lower one."""
     seeds: int = 1
     rounds: int = 0
     """Timed rounds of each mode; 0 takes the preset's number."""
@@ -179,8 +180,12 @@ def draw(run: Run, config: Config) -> None:
 
 def main(config: Config) -> dict:
     """Train and rank what is missing, in every mode; return the contents of results.json."""
-    some = config.modes and config.windows and config.factors
-    refuse({"--modes, --windows and --factors name at least one each.": not some})
+    refuse(
+        {
+            "--modes and --windows name at least one each.": not (config.modes and config.windows),
+            "--factors has 1, the rate to compare with.": 1 not in config.factors,
+        }
+    )
     keep_memory()
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
         triples = triples_of(config)

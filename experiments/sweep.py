@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from main import config as train
 from main.children import trained
 from main.cli import Figure, Flags, Run, command_line, grid, paired_interval, refuse
+from main.config import Config as TrainConfig
 from main.config import parse
 from main.model import keep_copy
 from main.report import QUALITY, said
@@ -165,7 +165,7 @@ def check_arms(preset: str, arms: Mapping[str, Sequence[str]]) -> None:
     """Refuse flags that train.py refuses, before any arm is trained; a misspelt flag ends the process, as there."""
     for arm, words in arms.items():
         try:
-            parse(train.Config, [*of_preset(preset), *words], prog=f"train.py {shlex.join(words)}")
+            parse(TrainConfig, [*of_preset(preset), *words], prog=f"train.py {shlex.join(words)}")
         except ValueError as error:
             raise ValueError(f"{arm}: {error}") from error
 

@@ -122,7 +122,7 @@ def _end(callback, kind, error, trace):
 
 
 def every(steps: int, after_step: AfterStep) -> AfterStep:
-    """Return a function that calls another one at every multiple of `steps`; with free trainers, where a stretch ends.
+    """Return a function that calls another one at every multiple of `steps`, or at those that end a stretch.
 
     Args:
       steps: interval in steps.

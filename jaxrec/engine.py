@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.callbacks import AfterStep, Callback, CallbackList, RolledBack, StepInfo
@@ -24,8 +23,8 @@ from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.table_use import BrokenEngine, TableUse
-from jaxrec.types import Batch, DenseState, Plan, ShardsLost, TrainState
-from jaxrec.validate import check_not_donated, donated
+from jaxrec.types import Batch, Plan, ShardsLost, TrainState
+from jaxrec.validate import check_finite, check_not_donated, donated
 
 
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
@@ -138,15 +137,6 @@ class Losses:
                     f"{waiting[-1][0]} were checked). Look at that step's batch (labels? dense features on "
                     "a log scale?) and at the learning rates."
                 )
-
-
-def check_finite(dense: DenseState) -> None:
-    """Raise FloatingPointError if a dense parameter is not finite: a loss shows that only a step later."""
-    if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(dense.params)):
-        raise FloatingPointError(
-            f"a dense parameter is not finite after step {int(dense.step)}, though the losses are. Look at that step's "
-            "batch, and at what the gradient of the loss divides by or takes the root of."
-        )
 
 
 class RecoveryCounter:
@@ -325,6 +315,7 @@ class Engine:
 
     def _take_from_callback(self, given: TrainState, found: TrainState) -> None:
         # If `exclusive` in the callback has replaced the tables, those passed to it may be donated.
+        self.changes += found.tables is not given.tables
         self._state = found._replace(tables=self.tables) if found.tables is given.tables else found
 
     def exclusive(self, change: Callable[[Any], Any]) -> None:
@@ -744,7 +735,7 @@ class Serial(Engine):
         if changed is None or changed.spec.digest != self._state.tables.spec.digest:
             raise ValueError(f"the change returned a {type(changed).__name__}: tables of the same spec are expected.")
         self._state = self._state._replace(tables=changed)
-        if not self.running:  # outside a run, the change is responsible for lost shards
+        if not (self.running or self._looking):  # outside a run, the change is responsible for lost shards
             self._lost_shards = set()
 
     def _change_once(self, change):

@@ -125,7 +125,7 @@ def summarize(evaluation: Evaluation | Errors) -> dict[str, float]:
     """Compute metrics from statistics.
 
     Returns:
-      Of clicks: auc (streaming: exact except for pairs of logits closer than 6e-4, or beyond 20 than 2 %; NaN
+      Of clicks: auc (streaming: exact except for pairs of logits closer than 6e-4 or, beyond 20, than 2 %; NaN
       if all labels are equal); log_loss, the mean of -log p(label) with p = sigmoid(logit);
       normalized_entropy, log loss over the entropy of the label mean, so that the best constant has 1 (He et al., ADKDD
       2014, eq. 1); calibration (mean prediction over label mean); label_mean; examples. Of a regression: rmse, the root

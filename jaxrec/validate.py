@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrec.embedding.lookup import is_plan_of
 from jaxrec.embedding.spec import EmbeddingSpec
-from jaxrec.types import Batch, RowOptimizer, TrainState
+from jaxrec.types import Batch, DenseState, RowOptimizer, TrainState
 
 
 def check_spec(spec: EmbeddingSpec, theirs: EmbeddingSpec) -> None:
@@ -47,6 +47,15 @@ def check_not_donated(state: TrainState) -> None:
             "this state was donated to an earlier step and is gone: go on with the state that the "
             "step returned (`state, metrics = task.step(state, batch)`), and copy what you need "
             "to keep."
+        )
+
+
+def check_finite(dense: DenseState) -> None:
+    """Raise FloatingPointError if a dense parameter is not finite: a loss shows that only a step later."""
+    if not np.all(jax.device_get([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(dense.params)])):
+        raise FloatingPointError(
+            f"a dense parameter is not finite after step {int(dense.step)}, though the losses are. Look at that step's "
+            "batch, and at what the gradient of the loss divides by or takes the root of."
         )
 
 

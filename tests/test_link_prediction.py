@@ -491,6 +491,8 @@ def test_the_comparison_trains_in_every_mode_and_goes_on(tmp_path):
     names = [f"{way}{rate}" for way in ways for rate in ("", "_factor_0.1")]
     for name in names:
         assert {f"{key}_{name}" for key in ("test_mrr", "test_hits_at_10", "train_seconds")} <= found.keys()
+    with pytest.raises(AssertionError, match="--factors has 1"):
+        smoke(tmp_path / "no", "oac_link_prediction", "--factors", 0.5)
     assert found["train_loss_sync_factor_0.1"] > found["train_loss_sync"]  # it learns more slowly
     best = max(("sync", "sync_factor_0.1"), key=lambda name: found[f"valid_mrr_{name}"])
     assert found["best_test_mrr_sync"] == found[f"test_mrr_{best}"] and found["best_test_mrr_change_oac"] == 0

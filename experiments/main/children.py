@@ -45,9 +45,9 @@ def trained(
     return run.read_json(results)
 
 
-def last_error(log: Path) -> str:
-    """Return the last line of a log that says why a script ended, after a colon; nothing if there is none."""
-    lines = log.read_text(errors="replace").splitlines()
+def last_error(log: Path, start: int) -> str:
+    """Return the last error line of a log from a byte on, after a colon; nothing if there is none."""
+    lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
     return next((f": {line}" for line in reversed(lines) if line.startswith("error: ")), "")
 
 
@@ -60,7 +60,7 @@ def run_child(
       Stopped: a signal arrived, and the command has ended.
       OSError: the command failed.
     """
-    told = False
+    told, start = False, output.tell() if output is not None else 0
     # In a new session: a Ctrl-C of the terminal reaches this process alone, which forwards it once.
     with (
         asked.held(),
@@ -77,6 +77,6 @@ def run_child(
             signal.signal(signal.SIGQUIT, before)
     asked.check()
     if code:
-        where = "see above" if output is None else f"see {output.name}{last_error(Path(output.name))}"
+        where = "see above" if output is None else f"see {output.name}{last_error(Path(output.name), start)}"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}, {where}"
         raise OSError(f"{what} {how}; {asked.words}")

@@ -54,6 +54,7 @@ _LEAST = {
     "fail_shape": 0.01, "sync_pace_seconds": 0, "sync_every_steps": 1, "target_pls": 0, "spares": 0, "hots_scale": 0,
     "weight_decay": 0, "clip_norm": 1e-9, "layers": 1, "dropout": 0,
     "keep_period": 1, "label_weights": 0, "experts": 1, "windows": 1, "groups": 1, "fanout": 1, "valid_triples": 1,
+    "factors": 1e-9,
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from jaxrec.embedding import Tables
 from jaxrec.embedding.tables import is_initial
 from jaxrec.files import local_path
 from jaxrec.types import ShardsLost, TrainState
+from jaxrec.validate import check_finite
 
 
 def check_image(directory: Path, image: Image | None, step: int) -> None:
@@ -101,7 +102,8 @@ class Recovery(Callback):
       save_every_steps: T_save.
       total_steps: length of the run, for the portion of lost samples.
       mode: 'partial' or 'full', as from `plan_recovery`.
-      scheme: priority scheme from `priority`; None saves everything at regular saves.
+      scheme: priority scheme from `priority`; None saves everything at regular saves. Of no use with `FreeTrainers`,
+        which do not report their rows, so that each of its saves would hold all.
       fraction: r, maximum fraction of the rows that a scheme saves every r T_save.
       whole: tables without priorities: regular saves hold all their rows. In the paper, as we recall it, all but the 7
         largest.
@@ -167,7 +169,7 @@ class Recovery(Callback):
         self._image, self._run_id, self._on_exit = image, run, contextlib.ExitStack()  # closed at the end
         self.closed = False
         self._seen_step, self._going_back = 0, False  # last step known to the trackers or saved
-        self._seen_changes = 0  # of the engine, by `exclusive`, that a save holds
+        self._seen_changes = 0  # changes of the engine that a save holds, or that were restored
 
     @property
     def goes_back(self) -> bool:  # type: ignore[override]
@@ -245,7 +247,7 @@ class Recovery(Callback):
             whole_number("a step of failures", at, first, self._total_steps, why)
             check_shards(spec, shards)
         check_image(self.directory, image, step)
-        self._engine, self._seen_changes = engine, engine.changes
+        self._engine = engine
         if self._scheme:
             self._row_tracker = RowTracker(spec, self._scheme, self._fraction, ranges_of(spec, self._whole))
         with self._saves.open(spec, self._row_tracker, step, image, self._run_id) as opened:
@@ -329,6 +331,7 @@ class Recovery(Callback):
 
         Raises:
           ValueError: the recovery has not begun, or it is called in `after_step` of a callback.
+          FloatingPointError: a dense parameter is not finite.
           OSError: the disk is full or read-only; earlier saves are unchanged.
         """
         self._refuse_closed()
@@ -336,13 +339,14 @@ class Recovery(Callback):
 
     def _save_whole(self):
         dense, step = self._engine.state.dense, self._engine.step
+        check_finite(dense)
 
         def save(tables):
             self._finish_saves(step)
             self._saves.save_base(at_step(TrainState(dense, tables), step), must_succeed=True)
 
         self._engine.at_rest(save)
-        self._rows_changed()  # they are saved
+        self._seen_changes = self._engine.changes
 
     def restarted(self, state: TrainState) -> None:
         """Save all rows of the state from which the engine will continue, as no batch reports which ones changed.
@@ -357,8 +361,7 @@ class Recovery(Callback):
         self._saves.save_base(state, must_succeed=True)
         if self._row_tracker:
             self._row_tracker.end_snapshots()  # the engine drops those whose save met lost shards
-        self._seen_step = int(state.dense.step)
-        self._rows_changed()  # they are replaced
+        self._seen_step, self._seen_changes = int(state.dense.step), self._engine.changes
 
     def _refuse_closed(self):
         if not self._saves.opened:
@@ -391,7 +394,7 @@ class Recovery(Callback):
         if self._rows_changed():
             self._saves.require_base()
         self._engine.exclusive(lambda tables: self._recover_tables(TrainState(dense, tables), step, shards))
-        self._rows_changed()  # by this call, which the tracker knows
+        self._seen_changes = self._engine.changes  # by this call, which the tracker knows
 
     def _finish_saves(self, step):
         """Discard picks and wait for the save in flight; a failed save does not prevent recovery."""

@@ -209,8 +209,8 @@ class Saves:
         self.regular = self._pending_regular = regular_step
 
     def require_base(self) -> None:
-        """Make the next save one of all rows."""
-        self._needs_base = True
+        """Make the next save one of all rows, if it would not be anyway."""
+        self._needs_base = self._row_tracker is not None
 
     def save_base(self, state: TrainState, must_succeed: bool = False) -> None:
         """Save a whole image, wait for it, and start a new chain there.

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
-from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, check_finite, first_failure
+from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.flight import Flight
 from jaxrec.oac.guard import GuardedTables, TableProgress
@@ -32,7 +32,7 @@ from jaxrec.oac.stages import Stages
 from jaxrec.prefetch import Stream, result_or_error
 from jaxrec.task import Task
 from jaxrec.types import ShardsLost, TrainState
-from jaxrec.validate import check_same_shapes
+from jaxrec.validate import check_finite, check_same_shapes
 
 
 class Pipeline(Engine):
@@ -269,7 +269,7 @@ class Pipeline(Engine):
         if self.flight.paused:
             raise ValueError("`exclusive` cannot be nested: its function has the tables.")
         changed = self._change_exclusively(change)
-        if not self.running:  # outside a run, the change is responsible for lost shards
+        if not (self.running or self._looking):  # outside a run, the change is responsible for lost shards
             self.flight.mark_recovered(self.flight.lost_shards)
         if changed is not self.tables:
             raise ValueError(

@@ -27,7 +27,7 @@ from jaxrec.shadowsync.workers import FreeStats, FreeStep, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
 from jaxrec.task import Task
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
-from jaxrec.validate import check_spec
+from jaxrec.validate import check_finite, check_spec
 
 
 class FreeTrainers(Engine):
@@ -172,6 +172,7 @@ class FreeTrainers(Engine):
     def _save_snapshots(self):
         while snapshot := self._snapshots.due(self.step):
             self._snapshots.mark_taken(snapshot)
+            check_finite(self._state.dense)
             snapshot.save(self._state)
 
     def _stretch(self, splitter) -> dict[str, Any]:

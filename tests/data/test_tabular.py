@@ -558,6 +558,9 @@ def test_damaged_parquet_and_foreign_types_are_refused_in_words(tmp_path):
     pl.DataFrame({"y": [0, 1], "x": pl.Series([1, 2], dtype=pl.Duration("us"))}).write_parquet(tmp_path / "d.parquet")
     with pytest.raises(ValueError, match="d.parquet: 'x' holds Duration"):
         prepare([tmp_path / "d.parquet"], tmp_path / "out", Schema(label="y", features=[Categorical("x")]))
+    pl.DataFrame({"y": [0, 1], "x": pl.Series([1, 2], dtype=pl.Datetime("ms"))}).write_parquet(tmp_path / "e.parquet")
+    with pytest.raises(ValueError, match="e.parquet: 'x' holds Datetime"):  # whose numbers depend on its unit
+        prepare([tmp_path / "e.parquet"], tmp_path / "out", Schema(label="y", features=[Dense("x", buckets=(1,))]))
 
 
 KILLED = """

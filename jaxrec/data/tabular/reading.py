@@ -263,8 +263,6 @@ def _numbers(pl, series, time: bool, piece: Piece, name: str):
     """Convert a series to f64, null where missing; of a `time`, dates to seconds since 1970, in files of any type."""
     if time and series.dtype in (pl.Date, pl.Datetime):
         return series.dt.epoch("us").cast(pl.Float64) / 1e6
-    if series.dtype.is_temporal():
-        return series.to_physical().cast(pl.Float64)
     if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):
         raise ValueError(f"{piece.path}: {name!r} holds {series.dtype}, but numbers are expected: cast it.")
     found = series.cast(pl.Float64, strict=False)
