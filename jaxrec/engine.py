@@ -23,7 +23,7 @@ from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.prefetch import PlanPrefetcher, Stream, on_one_gpu
 from jaxrec.sharding import mesh_of
 from jaxrec.table_use import BrokenEngine, TableUse
-from jaxrec.types import Batch, Plan, ShardsLost, TrainState
+from jaxrec.types import Batch, DenseState, Plan, ShardsLost, TrainState
 from jaxrec.validate import check_finite, check_not_donated, donated
 
 
@@ -175,7 +175,7 @@ class Engine:
 
     Attributes:
       step: number of committed steps.
-      changes: number of calls of `exclusive`, except those during a recovery: what they change no batch reports.
+      changes: number of changes of tables by `exclusive` or a callback, which no batch reports; without recoveries.
     """
 
     # How long `run` waits for an iterator that an earlier run is still in.
@@ -508,6 +508,15 @@ class Engine:
                 raise
             return None, lost.shards
 
+    def _drop_unless_finite(self, dense: DenseState) -> None:
+        """Drop the snapshots of this step, and raise, if the state must not take the place of a good image."""
+        try:
+            self._losses.check()
+            check_finite(dense)
+        except FloatingPointError:
+            self._snapshots.drop(self.step)
+            raise
+
     def _count_change(self):
         """Count a change that is about to be made; while it is, no snapshot is being saved."""
         self.changes += not (self._looking or self._recovering)
@@ -700,12 +709,7 @@ class Serial(Engine):
     def _save_snapshot(self):
         while snapshot := self._snapshots.due(self.step):
             self._recover(self._lost_shards)
-            try:
-                self._losses.check()  # a state that is not finite must not take the place of a good image
-                check_finite(self._state.dense)
-            except FloatingPointError:
-                self._snapshots.drop(self.step)
-                raise
+            self._drop_unless_finite(self._state.dense)
             try:
                 snapshot.save(self._state)
             except ShardsLost as lost:  # retried after recovery

@@ -87,7 +87,7 @@ def evaluate_batch(logit: np.ndarray, label: np.ndarray, weight: np.ndarray) -> 
 
 def _bin_of(logit):
     """Return the bin of each logit, i64[n], in the order of the logits."""
-    place = _WIDE_BINS + np.floor((logit + _LIMIT) * (FINE_BINS / (2 * _LIMIT))).clip(0, FINE_BINS - 1).astype(np.int64)
+    place = _WIDE_BINS + ((logit + _LIMIT) * (FINE_BINS / (2 * _LIMIT))).clip(0, FINE_BINS - 1).astype(np.int64)
     far = np.abs(logit) > _LIMIT
     if far.any():
         ratio = np.abs(logit[far]).clip(max=_FARTHEST) / _LIMIT

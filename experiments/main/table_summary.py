@@ -102,8 +102,8 @@ def words(metadata: Mapping[str, Any]) -> str:
               "most frequent in training"]]  # fmt: skip
     for name, one in table["features"].items():
         top = ", ".join(f"{value[:16]!r} {count}" for value, count in one.get("top", [])[:3])
-        if mean_and_deviation := one.get("scale") or ([one["mean"], one["deviation"]] if "mean" in one else None):
-            top = "mean {:.4g}, deviation {:.4g}".format(*mean_and_deviation)
+        if scale := one.get("scale") or [one[key] for key in ("mean", "deviation") if key in one]:
+            top = f"mean {scale[0]:.4g}, deviation {scale[1]:.4g}"
         unknown = [f"{100 * one['unknown_share'][split]:.2f} %" if "unknown_share" in one else "-" for split in splits]
         of_table = [str(one.get(key, "-")) for key in ("table_rows", "distinct")]
         cells.append([name, f"{100 * one['missing_share']:.2f} %", *unknown, *of_table, top])

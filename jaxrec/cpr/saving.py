@@ -150,21 +150,20 @@ class Saves:
     def save(self, state: TrainState, step: int) -> None:
         """Start the save that is due; it is written while training continues."""
         state = at_step(state, step)
-        if self._needs_base:
-            if self._row_tracker:
-                self._row_tracker.await_pick(step)  # discarded, as all rows are saved
-                self._row_tracker.track_until(step)
-            # First, as the base starts trackers afresh: the last save's pick must not be subtracted from those.
-            self.settle()
-            self.save_base(state)
-        elif self._row_tracker:
-            self._save_rows(state, step, self._row_tracker)
-        else:
+        if self._row_tracker is None:
             self.settle()
             self.rows_saved += sum(stack.rows for stack in self._spec.stacks.values())
             self.saves += 1
             self._checkpointer.save(state, self._figures(step, step))
             self._pending_regular = step
+        elif self._needs_base:
+            self._row_tracker.await_pick(step)  # discarded, as all rows are saved
+            self._row_tracker.track_until(step)
+            # First, as the base starts trackers afresh: the last save's pick must not be subtracted from those.
+            self.settle()
+            self.save_base(state)
+        else:
+            self._save_rows(state, step, self._row_tracker)
 
     def _save_rows(self, state, step, row_tracker):
         """Save the picked rows, and if a regular save is due also all rows of the tables in `whole`."""
@@ -209,8 +208,8 @@ class Saves:
         self.regular = self._pending_regular = regular_step
 
     def require_base(self) -> None:
-        """Make the next save one of all rows, if it would not be anyway."""
-        self._needs_base = self._row_tracker is not None
+        """Make the next save one of all rows, which it is anyway if no rows are tracked."""
+        self._needs_base = True
 
     def save_base(self, state: TrainState, must_succeed: bool = False) -> None:
         """Save a whole image, wait for it, and start a new chain there.

@@ -32,7 +32,7 @@ from jaxrec.oac.stages import Stages
 from jaxrec.prefetch import Stream, result_or_error
 from jaxrec.task import Task
 from jaxrec.types import ShardsLost, TrainState
-from jaxrec.validate import check_finite, check_same_shapes
+from jaxrec.validate import check_same_shapes
 
 
 class Pipeline(Engine):
@@ -301,12 +301,7 @@ class Pipeline(Engine):
             self.flight.wait_for_snapshot()
             if self.flight.lost_shards:  # possibly met by the save that was awaited, which then comes first
                 return
-            try:
-                self._losses.check()
-                check_finite(self._stages.dense)
-            except FloatingPointError:
-                self._snapshots.drop(self.step)
-                raise
+            self._drop_unless_finite(self._stages.dense)
             with uninterrupted():
                 # A copy, as the next step donates the dense state.
                 dense = jax.tree.map(jnp.copy, self._stages.dense)

@@ -143,6 +143,7 @@ class Looking:
             for name, (many, mean, squares) in self._moments.items()
         }
         targets = {name: scales.pop(name) for name in self._targets}
+        # Those of other columns are in the digests of earlier versions.
         moments = {f.column: scales[f.column] if f.standardise else [0.0, 1.0] for f in self._schema.dense}
         summary = {
             "rows": self._rows, "targets": targets, "moments": moments, "scales": scales,

@@ -203,12 +203,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
 
     def number(name, needed, rule="a number", fits=None, missing=schema.missing):
         series = frame[name]
-        no_numbers = pl.Series(missing, dtype=pl.String).cast(pl.Float64, strict=False).drop_nulls().to_list()
-        found = _numbers(pl, series, name in schema.times, piece, name)
-        absent = series.is_null() | found.is_nan().fill_null(False) | found.is_in(no_numbers).fill_null(False)
-        if series.dtype == pl.String:
-            absent |= series.is_in(["", *missing]).fill_null(True)
-        known = found.set(absent, None)
+        known, absent = _known(pl, series, name in schema.times, missing, piece)
         ok = known.is_finite().fill_null(False) if fits is None else fits(known).fill_null(False)
         if missing and needed:
             rule += " that is not one of missing=... of the schema"
@@ -259,12 +254,22 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
     return pl.DataFrame({key: series.alias(key) for key, series in columns.items()}), fits, rule
 
 
-def _numbers(pl, series, time: bool, piece: Piece, name: str):
+def _known(pl, series, time: bool, missing: Sequence[str], piece: Piece):
+    """Return the numbers of a series, null where they are missing or one of `missing`, and where that is."""
+    no_numbers = pl.Series(missing, dtype=pl.String).cast(pl.Float64, strict=False).drop_nulls().to_list()
+    found = _numbers(pl, series, time, piece)
+    absent = series.is_null() | found.is_nan().fill_null(False) | found.is_in(no_numbers).fill_null(False)
+    if series.dtype == pl.String:
+        absent |= series.is_in(["", *missing]).fill_null(True)
+    return found.set(absent, None), absent
+
+
+def _numbers(pl, series, time: bool, piece: Piece):
     """Convert a series to f64, null where missing; of a `time`, dates to seconds since 1970, in files of any type."""
     if time and series.dtype in (pl.Date, pl.Datetime):
         return series.dt.epoch("us").cast(pl.Float64) / 1e6
     if not (series.dtype == pl.String or series.dtype.is_numeric() or series.dtype in (pl.Boolean, pl.Null)):
-        raise ValueError(f"{piece.path}: {name!r} holds {series.dtype}, but numbers are expected: cast it.")
+        raise ValueError(f"{piece.path}: {series.name!r} holds {series.dtype}, but numbers are expected: cast it.")
     found = series.cast(pl.Float64, strict=False)
     if not time or series.dtype != pl.String or not (found.is_null() & series.is_not_null()).any():
         return found
