@@ -4,7 +4,9 @@ Legend: B batch.
 """
 
 import ctypes
+import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -64,7 +66,7 @@ def evaluate_labels(
       measures: for each label, `metrics.evaluate_batch` of clicks, or `metrics.evaluate_errors` of a regression.
 
     Returns:
-      The metrics of each label, see `metrics.summarize`.
+      The metrics of each label, see `metrics.summarize`. Warns if all of a label are equal, which leaves its AUC NaN.
 
     Raises:
       FloatingPointError, ValueError: as `evaluate`.
@@ -83,4 +85,9 @@ def evaluate_labels(
                 f"in an evaluation after step {int(state.dense.step)}, in its batch {number}: {error}"
             ) from None
         totals = list(map(metrics.merge, totals, now)) if totals else now
-    return [metrics.summarize(total) for total in totals or [metrics.empty_evaluation()]]
+    every = [metrics.summarize(total) for total in totals or [metrics.empty_evaluation()]]
+    for one in every:
+        if math.isnan(one.get("auc", 0.0)):
+            said = f"all labels of the {one['examples']} examples are {one['label_mean']:g}, so the AUC is not a number"
+            warnings.warn(f"{said}: compare how labels are written, or evaluate more rows.", stacklevel=2)
+    return every

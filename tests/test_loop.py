@@ -99,6 +99,12 @@ def test_evaluate_ignores_padding():
     assert result["auc"] == 1 and result["examples"] == 4
 
 
+def test_an_evaluation_of_one_class_says_why_its_auc_is_nan():
+    with pytest.warns(UserWarning, match="all labels of the 2 examples are 1,"):
+        result = evaluate(None, [(Batch({}, np.ones(2)), None)], lambda *_: np.zeros(2))
+    assert np.isnan(result["auc"])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_an_evaluation_that_is_not_finite_names_step_and_batch(bad):
     batch = Batch({}, np.array([1.0, 0]))

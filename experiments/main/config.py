@@ -76,7 +76,8 @@ class Evaluations(AtTheEnd):
     """Multiply both learning rates by this after each evaluation without a better one (by --monitor), such as 0.1; the
     best state is kept and tested."""
     group: str | None = None
-    """A field or a key of the schema, such as the user: evaluations also give the mean AUC within it (GAUC)."""
+    """A field or a key of the schema, such as the user: evaluations also give the mean AUC within it (GAUC), to which
+    rows without a value are one group."""
     tensorboard: bool = False
     """Write what metrics.jsonl has as scalars for TensorBoard too, in tensorboard/ of the run's directory."""
 

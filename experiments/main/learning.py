@@ -37,8 +37,8 @@ class Learning:
     """Model, and optimizers of its dense parameters and rows."""
 
     model: str = "dlrm"
-    """dlrm, dcnv2, lr, fm, dnn, wide_deep, deepfm, finalmlp, din or small_dlrm; for several labels shared_bottom or
-    mmoe; or one's own, as FILE.py:NAME, see docs/your_model.md."""
+    """dlrm, dcnv2, dcnv2_mlperf (at width 128 that of MLPerf Training), lr, fm, dnn, wide_deep, deepfm, finalmlp, din
+    or small_dlrm; for several labels shared_bottom or mmoe; or one's own, as FILE.py:NAME, see docs/your_model.md."""
     embedding_width: int = 16
     widths: tuple[str, ...] = ()
     """FIELD=WIDTH: fields with tables of another width, such as weekday=4 tag=8; a learned matrix projects their rows
