@@ -9,7 +9,7 @@
     python experiments/link_prediction.py --workdir DIR --resume       goes on with a run that was stopped or killed
 
 docs/graphs.md has more. After each epoch validation triples are ranked among all entities, filtered; at the end the
-test triples. vectors.npz of the run's directory has the vectors of entities and relations, and their names.
+test triples. vectors.npz of the run's directory has the vectors of entities and relations, and their names or ids.
 """
 
 from main.signals import Stopped, stop_on_signals  # isort: skip  first: the imports below take seconds
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from main.cli import Run, belongs, command_line, plot, refuse
 from main.engines import PipelineKind, engines_over
-from main.graphs import GraphFlags, LinkJob, LinkRecorder, make_link_job, triples_of
+from main.graphs import GraphFlags, LinkJob, LinkRecorder, check_same_graph, make_link_job, triples_of
 from main.run_dir import go_on_with
 
 from jaxrec.callbacks import StepInfo, every
@@ -127,14 +127,14 @@ def train(config: Config, run: Run, job: LinkJob, asked) -> dict:
 
 
 def export(run: Run, job: LinkJob, state: TrainState) -> None:
-    """Write vectors.npz: `entity` f32[N, D], `relation` and `reciprocal` f32[R, D], and the names, if there are any.
+    """Write vectors.npz: `entity` f32[N, D], `relation` and `reciprocal` f32[R, D], and their names, or else ids.
 
     A reciprocal leads from tail to head. Relations of RotatE are phases, f32[R, D / 2].
     """
     relation, reciprocal = np.split(np.asarray(state.dense.params["relation"][0]), 2)
     arrays: dict[str, Any] = {"entity": job.entities(state), "relation": relation, "reciprocal": reciprocal}
-    entities, relations = job.triples.names
-    arrays |= {"entity_name": entities, "relation_name": relations} if len(entities) else {}
+    for kind, names in zip(("entity", "relation"), job.triples.names, strict=True):
+        arrays[f"{kind}_name"] = names if len(names) else np.arange(len(arrays[kind])).astype(str)
     with atomic_write(run.directory / "vectors.npz") as partial, open(partial, "wb") as file:
         np.savez(file, **arrays)
 
@@ -143,13 +143,14 @@ def main(config: Config) -> dict:
     """Train, rank and export; return the contents of results.json."""
     check(config)
     keep_memory()
+    triples = triples_of(config)
+    job = make_link_job(config, triples)  # a flag that it refuses begins no run
     with Run("link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
+        check_same_graph(run, triples)
         results = run.read_json("results.json")
         if not results:
-            triples = triples_of(config)
-            print(f"{len(triples.train)} training triples, {triples.entities} entities, {triples.relations} relations")
             with asked.saying(f"stopped; {go_on_with(run)}"):
-                results = train(config, run, make_link_job(config, triples), asked)
+                results = train(config, run, job, asked)
             epochs, mrr = zip(*((row["epoch"], row["valid_mrr"]) for row in run.metrics()), strict=True)
             said = f"Filtered MRR {results['test_mrr']:.3f} on the test triples, of {triples.entities} entities"
             plot(run.directory / "mrr.png", {"valid MRR, filtered": {config.model: (epochs, mrr)}}, "epochs", said)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from main.cli import Run, command_line, grid, paired_interval, plot, refuse
-from main.graphs import GraphFlags, LinkRecorder, make_link_job, triples_of
+from main.graphs import GraphFlags, LinkRecorder, check_same_graph, make_link_job, triples_of
 from main.run_dir import go_on_with
 from studies.oac_turns import PipelineWay, compare, turns_of
 from studies.oac_work import turn
@@ -122,7 +122,7 @@ def train_arm(config: Config, triples: Triples, run: Run, arm: Arm, asked: Asked
     if arm.mode == "oac":
         for kind in ("stale", "patched"):  # the ring patches more rows than were stale
             last[f"{kind}_fraction"] = pipeline.counters[f"{kind}_rows"] / pipeline.counters["rows"]
-    for row in rows:  # at once, so that a run that was stopped is trained again as a whole
+    for row in rows:  # at the end, so that an arm that was stopped is trained again as a whole
         run.log(row | seed)
     run.log(
         {"mode": arm.name} | seed | last | {key: rows[-1][key] for key in ("valid_mrr", "train_loss", "train_seconds")}
@@ -187,10 +187,12 @@ def main(config: Config) -> dict:
         }
     )
     keep_memory()
+    triples = triples_of(config)
+    make_link_job(config, triples)  # a flag that it refuses begins no run
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
-        triples = triples_of(config)
-        print(f"{len(triples.train)} training triples, {triples.entities} entities, {triples.relations} relations")
+        check_same_graph(run, triples)
         done = {(row["mode"], row["seed"]) for row in run.metrics() if "test_mrr" in row}
+        run.rewrite_metrics([row for row in run.metrics() if (row["mode"], row["seed"]) in done])
         for seed, arm in itertools.product(range(config.seed, config.seed + config.seeds), arms_of(config)):
             if (arm.name, seed) not in done:
                 try:

@@ -108,12 +108,17 @@ def test_every_sample_is_equally_likely(degree, fanout):
 def test_what_is_no_node_and_what_is_no_fanout_is_refused():
     with pytest.raises(ValueError, match="end at 0 to 9, and there are 5"):
         Neighbours.of(np.array([0, 9]), np.array([1, 2]), nodes=5)
+    with pytest.raises(ValueError, match="3 heads and 2 tails"):
+        Neighbours.of(np.arange(3), np.arange(2), nodes=5)
     for targets, fanouts, message in [
         ([-1], (3,), "targets run from -1 to -1"),
         ([60], (3,), "and there are 60 nodes"),
         ([2**32], (3,), "run from 4294967296"),
         ([1], (), "has no layer"),
         ([1], (-2,), "fanout=-2"),
+        ([3, 5, 3], (None, 2), "a target is there twice"),
+        ([True, False], (3,), "targets are bool"),
+        ([1.5], (3,), "targets are float64"),
     ]:
         with pytest.raises(ValueError, match=message):
             NEIGHBOURS.sample(np.array(targets), fanouts)

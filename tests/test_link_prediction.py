@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from main.graphs import check_same_graph
 from smoke import EXPERIMENTS, logged, smoke
 
 from jaxrec import Serial
@@ -213,6 +215,9 @@ def test_unknown_queries_equal_scores_and_broken_scores_gain_nothing():
     assert filtered_ranks(COMPLEX, zeros, zeros, np.zeros((0, 3)), nothing).shape == (0,)
     with pytest.raises(ValueError, match="no ranks"):
         ranking_metrics(np.zeros(0))
+    for query, message in [([0, 1, 9], "entities from 0 to 9, and there are 9"), ([0, 9, 2], "relations from 9 to 9")]:
+        with pytest.raises(ValueError, match=f"queries have {message}"):
+            filtered_ranks(COMPLEX, zeros, zeros, np.array([query]), nothing)
 
 
 def test_known_tails_are_those_of_a_dictionary():
@@ -227,6 +232,15 @@ def test_known_tails_are_those_of_a_dictionary():
     }
     assert {key: tails for key, tails in found.items() if tails} == facts
     assert len(tail) == sum(map(len, facts.values())) == len(known.tails)
+
+
+def test_relations_that_are_not_there_are_told():
+    with pytest.raises(ValueError, match="relations up to 2, and relations=2"):
+        KnownTails.of(GRAPH._replace(relations=2))
+    activations, batch = loss_inputs()[1:]
+    loss = make_loss(COMPLEX)
+    some = lambda relations: loss({"relation": normal(relations, 8)}, activations, batch)
+    assert np.isfinite(some(3)).all() and np.isnan(some(1)).any()
 
 
 def test_the_tails_of_a_graph_of_freebases_size_are_known():
@@ -283,11 +297,30 @@ def test_ids_that_would_make_rows_for_nothing_are_refused(tmp_path):
 
 
 def test_a_missing_or_torn_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds neither OpenKE's train2id.txt"):
+    with pytest.raises(ValueError, match="does not exist"):
+        load_triples(tmp_path / "edges.tsv")
+    with pytest.raises(ValueError, match=r"holds neither OpenKE's train2id.txt.*, but nothing"):
         load_triples(tmp_path)
     write(tmp_path)
+    (tmp_path / "train2id.txt.gz").rename(tmp_path / "other")
+    with pytest.raises(ValueError, match="but other, test2id.txt.gz, valid2id.txt.gz"):
+        load_triples(tmp_path)
+    (tmp_path / "other").rename(tmp_path / "train2id.txt.gz")
     (tmp_path / "test2id.txt.gz").write_bytes((tmp_path / "test2id.txt.gz").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"test2id.txt.gz cannot be read"):
+        load_triples(tmp_path)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_names_of_ids_are_read(tmp_path, counted):
+    write(tmp_path)
+    for kind, number in (("entity", 61), ("relation", 3)):  # one of them is in no triple
+        lines = ["61"] * counted + [f"the {kind} {i}\t{i}" for i in reversed(range(number))]
+        (tmp_path / f"{kind}2id.txt").write_text("\n".join(lines) + "\n")
+    found = load_triples(tmp_path)
+    assert (found.entities, found.relations, found.names[0][7]) == (61, 3, "the entity 7")
+    (tmp_path / "relation2id.txt").write_text("of\t0\nin\t2\nat\t2\n")
+    with pytest.raises(ValueError, match="relation2id.txt does not name the ids from 0 to at least 2, each once"):
         load_triples(tmp_path)
 
 
@@ -322,6 +355,25 @@ def test_tables_of_names_come_back_with_their_names(tmp_path, ending):
     assert ids.tolist() == list(range(found.entities)) and found.relations == 3
 
 
+def test_what_is_held_out_is_told_by_nothing_in_training_and_its_ends_are_trained(tmp_path):
+    rng = np.random.default_rng(0)
+    ends = np.unique(rng.integers(0, 60, (400, 2)), axis=0)
+    both = np.array([[f"n{a}", "of", f"n{b}"] for a, b in np.concatenate([ends, ends[:, ::-1]]).tolist()])
+    leaves = np.array([[f"n{i}", f"r{i}", f"leaf{i}"] for i in range(60)])
+    write_table(tmp_path / "edges.tsv", np.concatenate([both, leaves]))
+    found = load_triples(tmp_path / "edges.tsv")
+    train, *rest = (set(map(tuple, part.tolist())) for part in found[:3])
+    total = len(train) + sum(map(len, rest))
+    assert not {(t, r, h) for part in rest for h, r, t in part if h != t} & train
+    assert total == 60 + len(np.unique(both, axis=0))
+    assert all(abs(len(part) - total // 20) < 2 for part in rest)
+    assert len({e for h, _, t in train for e in (h, t)}) == found.entities
+    assert len({r for _, r, _ in train}) == found.relations == 61
+    write_table(tmp_path / "star.tsv", np.where(leaves == leaves[:, 1:2], "of", leaves))
+    with pytest.raises(ValueError, match="60 distinct triples, too few to split"):
+        load_triples(tmp_path / "star.tsv")
+
+
 def test_one_table_is_split_by_its_seed(tmp_path):
     rows = np.concatenate(named())
     write_table(tmp_path / "edges.tsv", rows)
@@ -343,6 +395,7 @@ def test_a_bad_table_is_refused_by_name_and_line(tmp_path):
     for text, message in [
         ("", "is empty"),
         ("Head\trelation\tTail\na\tb\tc\n", "line 1, names the columns"),
+        ("h\tr\tt\na\tb\tc\n", "line 1, names the columns"),
         ("a\tb\tc\na b c\n", "line 2: 'a b c' is not head, relation and tail"),
         ("a\tb\tc\na\t \tc\n", r"line 2: .* is not head, relation and tail"),
         (f"a\t{long}\tc\n", "has a name of 1001 characters"),
@@ -350,6 +403,31 @@ def test_a_bad_table_is_refused_by_name_and_line(tmp_path):
         (tmp_path / "edges.tsv").write_text(text)
         with pytest.raises(ValueError, match=rf"edges.tsv,? {message}"):
             load_triples(tmp_path / "edges.tsv")
+
+
+def test_a_first_line_of_names_of_its_own_is_told(tmp_path):
+    for split, rows in zip(("train", "valid", "test"), named(), strict=True):
+        write_table(tmp_path / f"{split}.tsv", np.concatenate([[["node1", "kind", "node2"]], rows]))
+    with pytest.warns(UserWarning, match="the first triple, node1 kind node2, has names of its own"):
+        assert load_triples(tmp_path).relations == 4
+
+
+def test_columns_are_taken_by_their_names(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows, path = np.concatenate(named()), tmp_path / "edges.PARQ"
+    columns = dict(zip(("head", "relation", "tail"), rows.T.tolist(), strict=True))
+    write_table(tmp_path / "edges.tsv", rows)
+    wanted = load_triples(tmp_path / "edges.tsv")
+    spaced = {"id": list(range(len(rows))), "Tail": columns["tail"], "head": [f" {name}" for name in columns["head"]]}
+    parquet.write_table(pyarrow.table(spaced | {"rel": columns["relation"]}), path)
+    jax.tree.map(np.testing.assert_array_equal, load_triples(path), wanted)
+    for wrong, message in [
+        ({"source": columns["head"], "target": columns["tail"], "weight": columns["tail"]}, "has the columns source"),
+        (columns | {"head": ["", *columns["head"][1:]]}, "has an empty name"),
+    ]:
+        parquet.write_table(pyarrow.table(wrong), path)
+        with pytest.raises(ValueError, match=f"edges.PARQ {message}"):
+            load_triples(path)
 
 
 def test_names_are_read_without_a_mark_at_the_beginning_and_spaces_around(tmp_path):
@@ -363,7 +441,7 @@ def test_names_are_read_without_a_mark_at_the_beginning_and_spaces_around(tmp_pa
 def test_columns_of_numbers_keep_them_all_apart(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     large = [2**60 + i for i in range(40)]
-    columns = {"h": pyarrow.array(large, pyarrow.uint64()), "r": ["of"] * 40, "t": pyarrow.array(large[::-1])}
+    columns = {"h": pyarrow.array(large, pyarrow.uint64()), "r": ["of"] * 40, "t": pyarrow.array(large[1:] + large[:1])}
     parquet.write_table(pyarrow.table(columns), tmp_path / "edges.parquet")
     found = load_triples(tmp_path / "edges.parquet")
     assert found.entities == 40 and set(found.names[0]) == {str(i) for i in large}
@@ -482,6 +560,18 @@ def test_a_small_graph_is_learned(name, times):
 # ---- the experiments
 
 
+def test_a_run_does_not_go_on_over_another_graph(tmp_path):
+    run = types.SimpleNamespace(directory=tmp_path, kept={})
+    run.read_json, run.write_json = lambda name: run.kept, lambda name, content: run.kept.update(content)
+    names = tuple(np.array([f"{kind}{i}" for i in range(n)]) for kind, n in (("e", 60), ("r", 3)))
+    check_same_graph(run, GRAPH._replace(names=names))
+    check_same_graph(run, GRAPH._replace(names=names))
+    names[0][59] = "f59"
+    for other in (GRAPH._replace(names=names), GRAPH, GRAPH._replace(train=GRAPH.train[::-1])):
+        with pytest.raises(ValueError, match="was begun with another graph"):
+            check_same_graph(run, other)
+
+
 @pytest.mark.slow
 def test_the_comparison_trains_in_every_mode_and_goes_on(tmp_path):
     flags = "--epochs", 4, "--encoder", "graph_sage", "--model", "distmult", "--n3", 0
@@ -503,8 +593,10 @@ def test_the_comparison_trains_in_every_mode_and_goes_on(tmp_path):
     rows = logged(tmp_path)
     epochs = [(row["seed"], row["mode"], row["epoch"]) for row in rows if "epoch" in row]
     assert epochs == [(seed, name, epoch) for seed in (0, 1) for name in names for epoch in range(1, 5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:12]))
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:12]))  # an arm is torn
     again = smoke(tmp_path, "oac_link_prediction", *flags, "--seeds", 2, "--resume")
+    count = lambda rows: sorted((row["seed"], row["mode"], row.get("epoch", 0)) for row in rows)
+    assert again["oac_equals_sync"] and count(logged(tmp_path)) == count(rows)
     same = [
         key for key in found if key.startswith("test_") and key.endswith(("_sync", "_oac"))
     ]  # async does not repeat

@@ -1,6 +1,7 @@
 """Link prediction of one's own or a generated graph: flags, the job that they describe, and its filtered ranks."""
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ from jaxrec.models.link_prediction import (
 from jaxrec.step import make_eval_step
 from jaxrec.task import Task
 from jaxrec.types import Batch, TrainState
-from main.cli import Flags, refuse, say, unread
+from main.cli import Flags, Run, refuse, say, unread
 
 ModelName = Literal["distmult", "complex", "transe", "rotate"]
 MODELS: dict[ModelName, Model] = {"distmult": DISTMULT, "complex": COMPLEX, "transe": TRANSE, "rotate": ROTATE}
@@ -78,8 +79,8 @@ class GraphFlags(Flags):
     """Of Adagrad, for rows and parameters."""
     decay: bool = True
     """Lower the learning rate linearly to 0."""
-    n3: float = 0.05
-    """Weight of the N3 penalty."""
+    n3: float | None = None
+    """Weight of the N3 penalty: by default 0.05, and 0 with a graph network, whose vectors it draws to 0."""
     initial_scale: float = 0.01
     """Initial embeddings are uniform between minus and plus this."""
     initial_relation: float = 0.0
@@ -113,7 +114,62 @@ def size_of(config: GraphFlags) -> Size:
 
 
 def triples_of(config: GraphFlags) -> Triples:
-    """Read or generate the graph."""
+    """Read or generate the graph, and say what it holds."""
+    triples = _read(config)
+    say("\n".join(described(triples)))
+    return triples
+
+
+def described(triples: Triples) -> list[str]:
+    """Return lines on the sizes of a graph, and on what makes ranks of its test triples say little.
+
+    >>> trained, tested = np.array([[0, 0, 1], [2, 0, 0]]), np.array([[0, 0, 1], [0, 0, 2], [3, 0, 1]])
+    >>> for line in described(Triples(trained, tested[:1], tested, 4, 1)): print(line)
+    2 training triples, 1 for validation, 3 for the test; 4 entities, 1 relations
+    note: in no training triple, so without vectors of their own: 1 entities and 0 relations
+    warning: of the test triples 33.3 % are in training too, and 33.3 % as their reverse by the same relation
+    """
+    train, valid, test = triples[:3]
+    lines = [
+        f"{len(train)} training triples, {len(valid)} for validation, {len(test)} for the test; {triples.entities} "
+        f"entities, {triples.relations} relations"
+    ]
+    left = [n - len(np.unique(train[:, ids])) for n, ids in ((triples.entities, [0, 2]), (triples.relations, [1]))]
+    if any(left):
+        lines.append(
+            f"note: in no training triple, so without vectors of their own: {left[0]} entities and {left[1]} relations"
+        )
+    shares = [100 * _share_of(rows, train) for rows in (test, test[test[:, 0] != test[:, 2], ::-1])]
+    if any(shares):
+        lines.append(
+            f"warning: of the test triples {shares[0]:.1f} % are in training too, and {shares[1]:.1f} % as their "
+            "reverse by the same relation"
+        )
+    return lines
+
+
+def _share_of(rows, others):
+    """Return the share of rows i32[n, 3] that are among others."""
+    some = others[np.isin(others[:, 0], rows[:, 0])]  # of large graphs few
+    number = np.unique(np.concatenate([rows, some]), axis=0, return_inverse=True)[1].reshape(-1)
+    return float(np.isin(number[: len(rows)], number[len(rows) :]).mean()) if len(rows) else 0.0
+
+
+def check_same_graph(run: Run, triples: Triples) -> None:
+    """Refuse to go on with a run whose rows stand for other entities: its files have changed since it began."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (*triples[:3], np.array([triples.entities, triples.relations]), *triples.names):
+        digest.update(np.ascontiguousarray(part).tobytes())
+    before, now = run.read_json("graph.json"), {"digest": digest.hexdigest()}
+    if before not in ({}, now):
+        raise ValueError(
+            f"{run.directory} was begun with another graph than its files have now: bring that one back, or begin anew "
+            "in another --workdir."
+        )
+    run.write_json("graph.json", now)
+
+
+def _read(config):
     refuse({"--path and --entities name two graphs: give one of them.": None not in (config.path, config.entities)})
     if config.entities is not None:
         return generate_power_law(config.entities, 16, 10 * config.entities, seed=config.seed)
@@ -147,6 +203,7 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     """Build task, batches and initial parameters from the flags."""
     size, model = size_of(config), MODELS[config.model]
     is_complex, networked = model in (COMPLEX, ROTATE), config.encoder == "graph_sage"
+    n3 = config.n3 if config.n3 is not None else 0.0 if networked else 0.05
     width = size.rank * (2 if is_complex else 1)
     refuse(
         {f"--groups {config.groups} must divide --batch-size {size.batch_size}.": bool(size.batch_size % config.groups)}
@@ -169,7 +226,7 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     phases = model is ROTATE
     start = initial_rows(relations, size.rank if phases else width, np.pi if phases else config.initial_scale, seed)
     params: dict = {"relation": start + np.float32(config.initial_relation)}
-    loss, entities = make_loss(model, config.n3), lambda state: embedding_matrix(state.tables, "entity")
+    loss, entities = make_loss(model, n3), lambda state: embedding_matrix(state.tables, "entity")
     stream: TripleBatches | SubgraphBatches = batches
     if networked:
         params["encoder"] = init_encoder(jax.random.key(config.seed), [width] * (config.layers + 1))

@@ -58,11 +58,13 @@ class Neighbours:
         """Collect the neighbours of N = `nodes` nodes from edges (head, tail), i32[M] each.
 
         Raises:
-          ValueError: an end is none of the nodes.
+          ValueError: an end is none of the nodes; there are more heads than tails, or fewer.
 
         >>> Neighbours.of(np.array([0, 0]), np.array([1, 2]), nodes=4).nodes.tolist()
         [1, 2, 0, 0]
         """
+        if len(heads) != len(tails):
+            raise ValueError(f"{len(heads)} heads and {len(tails)} tails: one of each for an edge.")
         ends = np.concatenate([heads, tails])
         if len(ends) and not 0 <= ends.min() <= ends.max() < nodes:
             raise ValueError(f"edges end at {ends.min()} to {ends.max()}, and there are {nodes} nodes.")
@@ -82,7 +84,7 @@ class Neighbours:
           Subgraph. Its targets are the first n nodes of each layer.
 
         Raises:
-          ValueError: a target is no node of the graph; a fanout is negative, or there is none.
+          ValueError: a target is no node of the graph, or there twice; a fanout is negative, or there is none.
         """
         if not fanouts:
             raise ValueError("fanouts=() has no layer: give one for each, None for all neighbours.")
@@ -92,6 +94,8 @@ class Neighbours:
             raise ValueError(
                 f"targets run from {np.min(targets)} to {np.max(targets)}, and there are {len(self.starts) - 1} nodes."
             )
+        if len(targets) and np.asarray(targets).dtype.kind not in "iu":
+            raise ValueError(f"targets are {np.asarray(targets).dtype}, but numbers of nodes are expected.")
         nodes, layers = np.ascontiguousarray(targets, np.int32), []
         for layer, fanout in enumerate(fanouts):
             degree = self.starts[nodes + 1] - self.starts[nodes]
@@ -103,6 +107,10 @@ class Neighbours:
             below = nodes
             if layer + 1 < len(fanouts):
                 below, places = distinct(np.concatenate([nodes, found.reshape(-1)]))
+                if len(nodes) and places[len(nodes) - 1] != len(nodes) - 1:
+                    raise ValueError(
+                        "a target is there twice: sample each once, see `distinct`, and repeat its vector."
+                    )
                 found = places[len(nodes) :].reshape(found.shape)
             owner = np.repeat(np.arange(len(nodes), dtype=np.int32), bags)
             layers.append(Layer(owner, degree.astype(np.float32), found))

@@ -201,8 +201,15 @@ class KnownTails:
 
     @classmethod
     def of(cls, triples: Triples) -> "KnownTails":
-        """Collect the tails of train, valid and test, in both directions."""
+        """Collect the tails of train, valid and test, in both directions.
+
+        Raises:
+          ValueError: a relation is none of the R.
+        """
         relations = 2 * triples.relations
+        largest = max((int(part[:, 1].max()) for part in triples[:3] if len(part)), default=-1)
+        if largest >= triples.relations:
+            raise ValueError(f"there are relations up to {largest}, and relations={triples.relations}.")
         head, relation, tail = both_directions(np.concatenate(triples[:3]), triples.relations).T
         query = head.astype(np.int64) * relations + relation  # one key for all three would not fit for large graphs
         order = np.lexsort((tail, query))

@@ -152,7 +152,8 @@ def make_loss(model: Model, n3: float = 0.0) -> Callable:
         head, tail, negative = (activations[name] for name in ("head", "tail", "negative"))
         if len(head) % len(negative):
             raise ValueError(f"{len(negative)} groups of negatives must divide a batch of {len(head)}.")
-        relation = params["relation"][relation_of(batch)]
+        # Filled with NaN where there is none, as with R relations in place of 2 R, so that the loss tells.
+        relation = jnp.take(params["relation"], relation_of(batch), axis=0)
         positive = model.near(model.query(head, relation), tail)
         entropy = [
             _cross_entropy(positive[rows], score(model, head[rows], relation[rows], negative[g]), batch, rows, g)
@@ -207,8 +208,14 @@ def filtered_ranks(
 
     Returns:
       f64[Q], from 1 to N.
+
+    Raises:
+      ValueError: a query has an entity or a relation that is not there.
     """
     entities, queries = np.asarray(entities), np.asarray(queries, np.int32)
+    for what, asked, there in (("entities", queries[:, ::2], entities), ("relations", queries[:, 1], relations)):
+        if asked.size and not 0 <= asked.min() <= asked.max() < len(there):
+            raise ValueError(f"queries have {what} from {asked.min()} to {asked.max()}, and there are {len(there)}.")
     order = np.argsort(queries[:, 2], kind="stable")  # the tails of a chunk lie in few blocks
     places = [order[start : start + chunk] for start in range(0, len(order), chunk)]
     filters = [known(queries[place, 0], queries[place, 1]) for place in places]
