@@ -163,6 +163,8 @@ def places_of(score: np.ndarray, target: np.ndarray) -> np.ndarray:
     [1, 1]
     """
     score, target = np.asarray(score), np.asarray(target)
+    if len(target) != len(score):
+        raise ValueError(f"{len(score)} queries and {len(target)} targets: one item for each query.")
     if len(target) and not (0 <= target.min() and target.max() < score.shape[1]):
         raise ValueError(f"targets from {target.min()} to {target.max()}, but there are {score.shape[1]} items.")
     if np.isnan(score).any():

@@ -85,22 +85,28 @@ def test_calls_are_answered_and_deaths_are_noticed():
 
 
 DRIVER = """
-import sys, threading
+import os, sys, threading
 from jaxrec.cluster import Machine
 from test_local_processes import Desk
 if __name__ == "__main__":
     with Machine() as machine:
-        desk = machine.process(Desk, "the desk", ("Hello",))
-        desk.handle.call("greet", "Ann").result(60)
-        print(desk.pid, machine.directory, flush=True)
+        pid = os.getpid()
+        if sys.argv[1] == "True":
+            desk = machine.process(Desk, "the desk", ("Hello",))
+            desk.handle.call("greet", "Ann").result(60)
+            pid = desk.pid
+        (machine.directory / "tables").write_text("rows")
+        print(pid, machine.directory, flush=True)
         threading.Event().wait()
 """
 
 
-def test_a_killed_driver_leaves_no_process_and_nothing_in_shared_memory(tmp_path):
+@pytest.mark.parametrize("with_process", [True, False])
+def test_a_killed_driver_leaves_no_process_and_nothing_in_shared_memory(tmp_path, with_process):
     (tmp_path / "driver.py").write_text(DRIVER)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    with subprocess.Popen([sys.executable, tmp_path / "driver.py"], stdout=subprocess.PIPE, env=environment) as driver:
+    command = [sys.executable, tmp_path / "driver.py", str(with_process)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         pid, directory = driver.stdout.readline().split()
         driver.kill()
     end = time.monotonic() + 30

@@ -245,6 +245,7 @@ def test_places_and_their_gains(seed, n, items):
         (lambda: auc_interval(np.zeros(3), np.zeros(3), draws=1), ValueError, "draws=1 must be"),
         (lambda: auc_interval(np.zeros(3), np.zeros(3), share=95), ValueError, "share=95 must lie"),
         (lambda: places_of(np.zeros((2, 3)), np.array([0, 3])), ValueError, "from 0 to 3, but there are 3 items"),
+        (lambda: places_of(np.zeros((2, 3)), np.array([0])), ValueError, "2 queries and 1 targets"),
         (lambda: places_of(np.full((1, 3), np.nan), np.array([0])), FloatingPointError, "3 scores are NaN"),
         (lambda: gain_of_places(np.zeros(0)), ValueError, "at least one"),
         (lambda: gain_of_places(np.array([1]), at=(0,)), ValueError, "k of at=0 must be"),

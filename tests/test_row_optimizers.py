@@ -326,7 +326,7 @@ def test_a_float_gives_the_program_that_it_always_gave():
     def by_hand(gradient, value, accumulator):
         accumulator = accumulator + jnp.mean(gradient * gradient, axis=-1, keepdims=True)
         root = jnp.sqrt(accumulator) + 1e-8
-        return value - jnp.where(root > 0, 0.1 * gradient / root, 0.0), accumulator
+        return value - jnp.where(root == 0, 0.0, 0.1 * gradient / root), accumulator
 
     def program_of(rate):
         def by_hand(gradient, value, accumulator):
@@ -362,6 +362,8 @@ def test_a_schedule_that_gives_an_array_is_refused_when_it_is_traced():
     [
         (lambda: adagrad(None), "learning_rate=None must be"),
         (lambda: rowwise_adagrad(None), "learning_rate=None must be"),
+        (lambda: adagrad(0.1, eps=-10), "eps=-10 must be 0 or more"),
+        (lambda: rowwise_adagrad(0.1, initial_accumulator_value=-1), "initial_accumulator_value=-1 must be"),
         (lambda: momentum_sgd(-0.1), "learning_rate=-0.1 must be"),
         (lambda: lazy_adam("fast"), "learning_rate='fast' must be"),
         (lambda: ftrl(None), "learning_rate=None must be"),
@@ -380,6 +382,15 @@ def test_a_schedule_that_gives_an_array_is_refused_when_it_is_traced():
 def test_what_cannot_be_is_refused_where_it_is_given(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("make", [sgd, momentum_sgd, adagrad, rowwise_adagrad, lazy_adam, rowwise_adam, ftrl])
+def test_a_row_of_a_gradient_that_is_nan_is_nan_and_no_other_is(make):
+    optimizer = make(0.1)
+    slots = {name: jnp.full((2, slot.width), slot.fill) for name, slot in optimizer.init(3).items()}
+    gradient = jnp.array([[1.0, np.nan, 0.0], [1.0, 2.0, 0.0]])
+    value, _ = optimizer.update(gradient, jnp.ones((2, 3)), slots, 0)
+    assert np.isnan(value[0]).any() and np.isfinite(value[1]).all()
 
 
 def test_they_go_around_a_row_optimizer_of_ones_own():

@@ -23,6 +23,7 @@ from jaxrec.task import Task
 from jaxrec.types import PyTree, TrainState
 from jaxrec.xla import enough_threads
 from main.cli import refuse
+from main.click_data import TEST_BATCH
 from main.engines import InTurn
 from main.run_dir import cores
 
@@ -62,6 +63,11 @@ class One:
                 raise ValueError(
                     f"--{name} {number} cannot be split over {devices} devices: give a multiple of {devices}{remedy}."
                 )
+        if TEST_BATCH % devices:
+            raise ValueError(
+                f"evaluations, in batches of {TEST_BATCH}, cannot be split over {devices} devices: give a power of 2 "
+                "of them."
+            )
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -212,6 +218,8 @@ class Threads(Replicas):
 
     def claim_devices(self, shards: int, batch_size: int | None) -> None:
         self._claim()
+        # As evaluations do; each trains whole batches.
+        self._check_split(shards, self.trainers, ", or --where processes")
 
     def steps_of_one(self, steps: int) -> int:
         return -(-steps // self.trainers)

@@ -7,7 +7,7 @@
                 params, stats = pool.run()
 
 A process serves calls at a socket in a directory of shared memory that only this user can enter. When the process that
-has started it ends, however it ends, it ends too, and removes the directory.
+has started it ends, however it ends, it ends too, and the directory is removed.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ import pickle
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import uuid
@@ -33,6 +35,16 @@ from jaxrec.loop import keep_memory
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KILL_S = 10.0  # for the kernel to end a killed process
+# Removes a directory once its standard input ends; tries again, as processes that end may still write there.
+_REMOVER = """
+import os, shutil, sys, time
+os.read(0, 1)
+for attempt in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.05)
+"""
 
 
 class Machine:
@@ -48,12 +60,16 @@ class Machine:
     def __enter__(self) -> Self:
         shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="jaxrec-", dir=shared))
+        command = [sys.executable, "-I", "-S", "-c", _REMOVER, str(self.directory)]
+        # In a session of its own, so that a Ctrl-C is for this process alone.
+        self._remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self._entered = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._entered = False
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._remover.communicate()
+        shutil.rmtree(self.directory, ignore_errors=True)  # if somebody has killed it
 
     def check_entered(self) -> None:
         """Raise a ValueError if the machine is not entered."""
@@ -126,7 +142,7 @@ class LocalProcess(Process):
             listening.bind(address)
             listening.listen(128)
             self._process = multiprocessing.get_context("spawn").Process(
-                target=_serve, args=(listening, directory, kind, tuple(args)), name=name, daemon=True
+                target=_serve, args=(listening, kind, tuple(args)), name=name, daemon=True
             )
             self._process.start()
         super().__init__(name, LocalHandle(address, name))
@@ -148,23 +164,22 @@ class LocalProcess(Process):
             os.unlink(self.handle.address)
 
 
-def _serve(listening: socket.socket, directory: Path, kind: type, args: tuple) -> None:
-    """Serve the calls of an object in this process; once the driver has ended, end and remove the directory."""
+def _serve(listening: socket.socket, kind: type, args: tuple) -> None:
+    """Serve the calls of an object in this process until the driver has ended."""
     for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: for the driver, which saves while trainers run
         signal.signal(number, signal.SIG_IGN)
     keep_memory()
-    threading.Thread(target=_end_with_driver, args=(directory,), daemon=True).start()
+    threading.Thread(target=_end_with_driver, daemon=True).start()
     served = kind(*args)
     while True:
         client, _ = listening.accept()
         threading.Thread(target=_answer, args=(Connection(client.detach()), served), daemon=True).start()
 
 
-def _end_with_driver(directory):
+def _end_with_driver():
     driver = multiprocessing.parent_process()
     if driver is not None:
         driver.join()
-        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
 

@@ -9,7 +9,7 @@ gives dense parameters and rows the same rate.
 |---|---|---|
 | `sgd` | 0 | `optax.sgd` |
 | `momentum_sgd` | E | `optax.sgd(momentum=, nesterov=)` |
-| `adagrad` | E | `optax.adagrad` |
+| `adagrad` | E | `optax.adagrad`, which has eps below the root |
 | `rowwise_adagrad` | 1 | FBGEMM's EXACT_ROWWISE_ADAGRAD |
 | `lazy_adam` | 2 E + 1 | `optax.adamw` |
 | `rowwise_adam` | E + 2 | FBGEMM's PARTIAL_ROWWISE_ADAM |
@@ -79,15 +79,16 @@ def rowwise_adagrad(learning_rate: Rate, initial_accumulator_value=0.0, eps=1e-8
 
 def _adagrad(learning_rate, initial_accumulator_value, eps, width_of, sum_of):
     _check(learning_rate)
+    start, eps = _least_zero("initial_accumulator_value", initial_accumulator_value), _least_zero("eps", eps)
 
     def update(gradient, value, slots, step):
         accumulator = slots["accumulator"] + sum_of(gradient * gradient)
-        # Guard: with accumulator 0 and eps 0 an untouched row would become NaN.
+        # Guard: with accumulator 0 and eps 0 an untouched row would become NaN. A row that is NaN must tell.
         root = jnp.sqrt(accumulator) + eps
-        move = jnp.where(root > 0, _rate(learning_rate, step) * gradient / root, 0.0)
+        move = jnp.where(root == 0, 0.0, _rate(learning_rate, step) * gradient / root)
         return value - move, {"accumulator": accumulator}
 
-    return RowOptimizer(lambda width: {"accumulator": Slot(width_of(width), initial_accumulator_value)}, update)
+    return RowOptimizer(lambda width: {"accumulator": Slot(width_of(width), start)}, update)
 
 
 def _mean(squares):
@@ -156,8 +157,8 @@ def _adam(learning_rate, b1, b2, eps, weight_decay, second_width, second_of):
         first = b1 * slots["first"] + (1 - b1) * gradient
         second = b2 * slots["second"] + (1 - b2) * second_of(gradient * gradient)
         root = jnp.sqrt(second / (1 - b2**touches)) + eps
-        # Guard: with eps 0 a row of zero gradient would give NaN before it is masked.
-        move = jnp.where(root > 0, first / (1 - b1**touches) / root, 0.0)
+        # Guard: with eps 0 a row of zero gradient would give NaN before it is masked. A row that is NaN must tell.
+        move = jnp.where(root == 0, 0.0, first / (1 - b1**touches) / root)
         move = move + weight_decay * value if weight_decay else move
         new = value - _rate(learning_rate, step) * move, {"first": first, "second": second, "touches": touches}
         return _where_touched(gradient, new, (value, slots))

@@ -37,7 +37,8 @@ class Table:
             object.__setattr__(self, name, whole_number(f"{self}: {name}", getattr(self, name), why=why))
         if self.scale is not None:
             rule = "0 or more and finite, or None for 1 / sqrt(rows)"
-            real_number(f"{self}: scale", self.scale, rule, is_not_negative)
+            scale = real_number(f"{self}: scale", self.scale, rule, is_not_negative)
+            object.__setattr__(self, "scale", scale if isinstance(scale, int) else float(scale))
 
 
 @dataclasses.dataclass(frozen=True)

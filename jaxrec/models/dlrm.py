@@ -22,8 +22,8 @@ EXAMPLES_IN_A_PIECE = 128
 class DLRM(WithTowers):
     """Deep learning recommendation model: (dense f32[B, N], activations f32[B, F, E]) -> logit f32[B].
 
-    Weights are normal with variance 2 / (fan in + fan out), biases normal with variance 1 / fan out, as in the
-    reference code.
+    Weights are normal, cut off at two deviations, with variance 2 / (fan in + fan out), biases normal with variance
+    1 / fan out, as in the reference code.
 
     Reference: Naumov et al., arXiv 1906.00091, section 2.
 

@@ -23,7 +23,7 @@ from jaxrec.prefetch import END, Stream, result_or_error
 from jaxrec.shadowsync.group import SyncGroup
 from jaxrec.shadowsync.rules import Rule
 from jaxrec.shadowsync.stats import average_sync_gap
-from jaxrec.shadowsync.workers import FreeStats, FreeStep, train_stretch
+from jaxrec.shadowsync.workers import FreeStats, FreeStep, Turn, train_stretch
 from jaxrec.sharding import DATA, EVERYWHERE, PER_REPLICA, REPLICA, make_mesh, put_on_mesh
 from jaxrec.task import Task
 from jaxrec.types import Batch, DenseState, PyTree, TrainState
@@ -144,7 +144,7 @@ class FreeTrainers(Engine):
           batches_lost. Callbacks get the same, and no plans.
 
         Raises:
-          FloatingPointError: the loss of a stretch is not finite; no callback is called.
+          FloatingPointError: a loss is not finite; no callback is called.
           ValueError: another run is active; an earlier stretch has failed; the stream yields an object that is not a
             Batch.
           Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a callback.
@@ -157,7 +157,8 @@ class FreeTrainers(Engine):
     def _over(self, stream):
         over = False
         while not over:
-            splitter = StreamSplitter(stream, self._stretch_steps - self.step % self._stretch_steps)
+            steps = self._stretch_steps - self.step % self._stretch_steps
+            splitter = StreamSplitter(stream, steps, self.step, self._replicas)
             metrics = self._stretch(splitter)
             if splitter.taken:
                 try:
@@ -192,13 +193,7 @@ class FreeTrainers(Engine):
                     self._failure = f"{type(error).__name__} has ended the stretch that began at step {self.step}"
                 raise
         raise_deferred(deferred)
-        metrics = _metrics_of(seen, figures, lost)
-        if metrics["examples"] and not np.isfinite(metrics["loss"]):
-            raise FloatingPointError(
-                f"the mean loss of the stretch that ended at step {self.step} is {metrics['loss']}: look at the "
-                "learning rates and at the data, and go on from an image."
-            )
-        return metrics
+        return _metrics_of(seen, figures, lost)
 
     def _train(self, splitter, group, hook):
         # Taken from the state, so that shapes, on which the order of a sum depends, are those of one long run.
@@ -307,23 +302,31 @@ class FreeState(NamedTuple):
 class StreamSplitter:
     """Iterators over at most `steps` batches of a stream for the trainers of a stretch: an idle one takes the next.
 
+    Schedules are at step t // n for batch t, whichever of the n trainers takes it, as if all were equally fast.
+
+    Args:
+      stream: the stream.
+      steps: number of batches of the stretch.
+      first: number of its first batch, t.
+      trainers: n.
+
     Attributes:
       taken: number of batches given out.
       over: whether the stream has ended or failed.
       error: error raised by the stream. It fails no trainer: all stop as at the end of the stream.
     """
 
-    def __init__(self, stream: Stream, steps: int):
-        self._stream, self._steps = stream, steps
+    def __init__(self, stream: Stream, steps: int, first: int = 0, trainers: int = 1):
+        self._stream, self._steps, self._first, self._trainers = stream, steps, first, trainers
         self._asking = threading.Lock()  # held as long as the stream blocks
         self._counting = threading.Lock()
         self.taken, self.over, self.closed = 0, False, False
         self.error: BaseException | None = None
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Turn]:
         """Iterate over the batches of one trainer."""
-        while (batch := self._take()) is not None:
-            yield batch
+        while (turn := self._take()) is not None:
+            yield turn
 
     def close(self) -> None:
         """Stop giving out batches; a batch that the stream returns later is kept for its next run."""
@@ -349,7 +352,7 @@ class StreamSplitter:
                 self._stream.accept()
             if isinstance(found, Batch):
                 self.taken += 1
-                return found
+                return Turn(found, np.array((self._first + self.taken - 1) // self._trainers, np.int32))
             self.over, self.error = True, None if found is END else found
             return None
 

@@ -22,10 +22,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxrec.bounds import whole_number
 from jaxrec.embedding import HostedTables, capacity_of, plan
@@ -72,18 +74,35 @@ class FreeStep:
 def _programs(task):
     check_gradients_suffice(task)
 
-    def differentiate(dense, rows, plans, batch):
+    def differentiate(dense, rows, plans, batch, at=None):
         params = without_replica(dense).params
         values = {name: stack.value for name, stack in rows.items()}
         gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=task.spec, loss=task.loss)
-        new = step_rows(rows, by_rows, plans, dense.step, task.spec, task.row_optimizer)
-        return gradient, new, metrics
+        step = dense.step if at is None else at
+        return gradient, step_rows(rows, by_rows, plans, step, task.spec, task.row_optimizer), metrics
 
-    def apply(dense, gradient):
-        return with_replica(step_dense(without_replica(dense), gradient, task.optimizer))
+    def apply(dense, gradient, at=None):
+        one = without_replica(dense)
+        if at is not None:
+            one = one._replace(opt_state=_at(one.opt_state, at))
+        return with_replica(step_dense(one, gradient, task.optimizer))
 
     copy = functools.partial(jax.tree.map, jnp.copy)
     return jax.jit(differentiate), jax.jit(apply, donate_argnums=0), jax.jit(copy)
+
+
+def _at(opt_state, step):
+    """Return an optimizer state whose optax schedules are at a step."""
+    is_schedule = lambda state: isinstance(state, optax.ScaleByScheduleState)
+    moved = lambda state: state._replace(count=step) if is_schedule(state) else state
+    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
+
+
+class Turn(NamedTuple):
+    """A batch of a stream that trainers share, and the step i32[] at which schedules are for it."""
+
+    batch: Batch
+    at: np.ndarray
 
 
 class Shared:
@@ -221,22 +240,28 @@ class Trainer:
         if not self.survived(error):
             self.shared.stopped = True
 
-    def _step(self, batch):
+    def _step(self, given):
         shared = self.shared
+        batch, at = given if isinstance(given, Turn) else (given, None)
         check_examples(batch)
         plans = shared.step.plan(batch.ids)
         # Without any lock: other trainers may update the rows in between, as in Hogwild.
         rows = shared.tables.read(plans)
         # A later step donates these parameters, but a dispatched program keeps its inputs alive.
         with self.lock:
-            gradient, new, metrics = shared.step.differentiate(self.dense, rows, plans, batch)
+            gradient, new, metrics = shared.step.differentiate(self.dense, rows, plans, batch, at)
         new = jax.tree.map(np.asarray, new)  # waits for the program; other workers continue
+        if not np.isfinite(loss := float(metrics["loss"])):
+            raise FloatingPointError(
+                f"the loss is {loss}: look at this batch (labels? dense features on a log scale?) and at the learning "
+                "rates."
+            )
         if self.over:  # training has ended meanwhile, and the tables may be used elsewhere
             return
         # Added, not put: keeps what other workers wrote between this read and this write.
         shared.tables.add(plans, new, rows)
         with self.lock:
-            self.dense = shared.step.apply(self.dense, gradient)
+            self.dense = shared.step.apply(self.dense, gradient, at)
             # Counted before the exchange, which may raise although the step is done.
             self.steps += 1
             self.examples += int(np.count_nonzero(batch.weight))
@@ -319,7 +344,8 @@ def train_freely(
         on the host; `synchroniser` returns no synchroniser; the loss takes a key or returns variables.
       KeyboardInterrupt: after Ctrl-C, when all threads have ended.
       Exception: the first error of the trainer that failed, naming trainer and worker, when all threads have ended;
-        not a `PeerLeft` that it caused in other trainers.
+        not a `PeerLeft` that it caused in other trainers. FloatingPointError: a loss is not finite; its batch has
+        changed nothing.
     """
     devices = jax.local_devices() if devices is None else devices
     meshes = [make_mesh(devices=[devices[number % len(devices)]]) for number in range(len(streams))]
