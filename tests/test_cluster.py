@@ -522,7 +522,7 @@ def test_the_main_job_in_processes_survives_a_death_and_a_stop_and_is_evaluated(
     second = pool_job(tmp_path, short).ended()
     assert second.code == 0 and "going on from" in second.said
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found["examples"] == 4000 * 64 and found["examples_lost"] == 0
+    assert found["steps"] == 4000 and found["examples"] == 4000 * 64 and found["examples_lost"] == 0
     assert newest_image(tmp_path).extra["positions"] == [2000, 2000] and found["test_auc"] > 0.6
     assert not list(short.glob("jaxrec-*"))
     again = evaluate.main(evaluate.Config(run_directory=tmp_path, workdir=tmp_path / "evaluated"))

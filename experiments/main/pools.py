@@ -118,7 +118,8 @@ def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, 
             raise OSError(f"{error}; {go_on_with(run)}") from error
         except Stopped as stopped:
             raise Stopped(stopped.signal, f"stopped and saved; {go_on_with(run)}") from None
-    results = results_of(stats) | {"examples": examples_of(past) + stats.examples, "batch_size": data.batch_size}
+    whole = {"steps": sum(extra["positions"]), "examples": examples_of(past) + stats.examples}
+    results = results_of(stats) | whole | {"batch_size": data.batch_size}
     return results | data.best | {f"test_{name}": value for name, value in found.items()} | {"last_state_saved": True}
 
 
@@ -169,8 +170,7 @@ def results_of(stats: PoolStats) -> dict[str, Any]:
     """Return the part of results.json about training; since the last resume."""
     gap = stats.average_sync_gap
     return {
-        "steps": sum(stats.steps), "examples_lost": stats.examples_lost, "train_seconds": stats.seconds,
-        "examples_per_s": stats.examples_per_s, "replica_spread": stats.replica_spread,
-        "processes_replaced": len(stats.failures), "rows_lost": stats.rows_lost,
+        "examples_lost": stats.examples_lost, "train_seconds": stats.seconds, "examples_per_s": stats.examples_per_s,
+        "replica_spread": stats.replica_spread, "processes_replaced": len(stats.failures), "rows_lost": stats.rows_lost,
         **({"sync_gap_steps": gap} if math.isfinite(gap) else {}),
     }  # fmt: skip
