@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from main.cli import Run, belongs, command_line, plot, refuse
 from main.engines import PipelineKind, engines_over
-from main.graphs import GraphFlags, LinkJob, LinkRecorder, check_same_graph, make_link_job, triples_of
+from main.graphs import GraphFlags, LinkJob, LinkRecorder, check_same_graph, make_link_job, settled, triples_of
 from main.run_dir import go_on_with
 
 from jaxrec.callbacks import StepInfo, every
@@ -142,15 +142,15 @@ def export(run: Run, job: LinkJob, state: TrainState) -> None:
 def main(config: Config) -> dict:
     """Train, rank and export; return the contents of results.json."""
     check(config)
+    config = settled(config)
     keep_memory()
-    triples = triples_of(config)
-    job = make_link_job(config, triples)  # a flag that it refuses begins no run
     with Run("link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
-        check_same_graph(run, triples)
         results = run.read_json("results.json")
         if not results:
+            triples = triples_of(config)
+            check_same_graph(run, config, triples)
             with asked.saying(f"stopped; {go_on_with(run)}"):
-                results = train(config, run, job, asked)
+                results = train(config, run, make_link_job(config, triples), asked)
             epochs, mrr = zip(*((row["epoch"], row["valid_mrr"]) for row in run.metrics()), strict=True)
             said = f"Filtered MRR {results['test_mrr']:.3f} on the test triples, of {triples.entities} entities"
             plot(run.directory / "mrr.png", {"valid MRR, filtered": {config.model: (epochs, mrr)}}, "epochs", said)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from main.cli import Run, command_line, grid, paired_interval, plot, refuse
-from main.graphs import GraphFlags, LinkRecorder, check_same_graph, make_link_job, triples_of
+from main.graphs import GraphFlags, LinkRecorder, check_same_graph, make_link_job, settled, triples_of
 from main.run_dir import go_on_with
 from studies.oac_turns import PipelineWay, compare, turns_of
 from studies.oac_work import turn
@@ -186,11 +186,11 @@ def main(config: Config) -> dict:
             "--factors has 1, the rate to compare with.": 1 not in config.factors,
         }
     )
+    config = settled(config)
     keep_memory()
-    triples = triples_of(config)
-    make_link_job(config, triples)  # a flag that it refuses begins no run
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
-        check_same_graph(run, triples)
+        triples = triples_of(config)
+        check_same_graph(run, config, triples)
         done = {(row["mode"], row["seed"]) for row in run.metrics() if "test_mrr" in row}
         run.rewrite_metrics([row for row in run.metrics() if (row["mode"], row["seed"]) in done])
         for seed, arm in itertools.product(range(config.seed, config.seed + config.seeds), arms_of(config)):

@@ -18,6 +18,7 @@ import on_accelerator
 import pytest
 import tyro
 from main.config import PARTS, parse
+from main.graphs import settled
 from main.run_dir import flat
 from results_page import anchor, runs
 
@@ -211,6 +212,7 @@ def config_of(experiment, flags):
             return {"parts": on_accelerator.flags(shlex.split(flags.replace("--out DIR", f"--out {out}"))).parts}
     config = importlib.import_module(experiment).Config
     found = parse(config, shlex.split(flags)) if experiment == "train" else tyro.cli(config, args=shlex.split(flags))
+    found = settled(found) if hasattr(found, "n3") else found
     return json.loads(json.dumps(flat(found), default=str))
 
 

@@ -1,5 +1,6 @@
 """Link prediction: scores, loss, ranks, files and batches against plain code; a small graph is learned."""
 
+import dataclasses
 import gzip
 import json
 import signal
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from main.graphs import check_same_graph
+from main.graphs import GraphFlags, check_same_graph, settled
 from smoke import EXPERIMENTS, logged, smoke
 
 from jaxrec import Serial
@@ -421,8 +422,11 @@ def test_columns_are_taken_by_their_names(tmp_path):
     spaced = {"id": list(range(len(rows))), "Tail": columns["tail"], "head": [f" {name}" for name in columns["head"]]}
     parquet.write_table(pyarrow.table(spaced | {"rel": columns["relation"]}), path)
     jax.tree.map(np.testing.assert_array_equal, load_triples(path), wanted)
+    three = {"from": columns["head"], "to": columns["tail"], "kind": columns["relation"]}
+    parquet.write_table(pyarrow.table(three), path)
+    jax.tree.map(np.testing.assert_array_equal, load_triples(path), wanted)
     for wrong, message in [
-        ({"source": columns["head"], "target": columns["tail"], "weight": columns["tail"]}, "has the columns source"),
+        (columns | {"source": columns["head"]}, "has the columns head, relation, tail, source"),
         (columns | {"head": ["", *columns["head"][1:]]}, "has an empty name"),
     ]:
         parquet.write_table(pyarrow.table(wrong), path)
@@ -561,15 +565,29 @@ def test_a_small_graph_is_learned(name, times):
 
 
 def test_a_run_does_not_go_on_over_another_graph(tmp_path):
-    run = types.SimpleNamespace(directory=tmp_path, kept={})
+    config = GraphFlags(path=tmp_path)
+    run = types.SimpleNamespace(directory=tmp_path, kept={}, resumed=False)
     run.read_json, run.write_json = lambda name: run.kept, lambda name, content: run.kept.update(content)
     names = tuple(np.array([f"{kind}{i}" for i in range(n)]) for kind, n in (("e", 60), ("r", 3)))
-    check_same_graph(run, GRAPH._replace(names=names))
-    check_same_graph(run, GRAPH._replace(names=names))
+    check_same_graph(run, config, GRAPH._replace(names=names))
+    run.resumed = True
+    check_same_graph(run, config, GRAPH._replace(names=names))
     names[0][59] = "f59"
     for other in (GRAPH._replace(names=names), GRAPH, GRAPH._replace(train=GRAPH.train[::-1])):
         with pytest.raises(ValueError, match="was begun with another graph"):
-            check_same_graph(run, other)
+            check_same_graph(run, config, other)
+    run.kept = {}  # of an earlier version
+    check_same_graph(run, config, GRAPH)
+    run.kept = {}
+    (tmp_path / "edges.tsv").touch()
+    with pytest.raises(ValueError, match="was begun by an earlier version"):
+        check_same_graph(run, GraphFlags(path=tmp_path / "edges.tsv"), GRAPH)
+
+
+def test_a_graph_network_has_no_penalty_unless_it_is_given():
+    encoded = GraphFlags(encoder="graph_sage")
+    flags = (GraphFlags(), encoded, dataclasses.replace(encoded, n3=0.1))
+    assert [settled(each).n3 for each in flags] == [0.05, 0.0, 0.1]
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def described(triples: Triples) -> list[str]:
         f"{len(train)} training triples, {len(valid)} for validation, {len(test)} for the test; {triples.entities} "
         f"entities, {triples.relations} relations"
     ]
-    left = [n - len(np.unique(train[:, ids])) for n, ids in ((triples.entities, [0, 2]), (triples.relations, [1]))]
+    left = [_unused(n, train[:, ids]) for n, ids in ((triples.entities, [0, 2]), (triples.relations, [1]))]
     if any(left):
         lines.append(
             f"note: in no training triple, so without vectors of their own: {left[0]} entities and {left[1]} relations"
@@ -148,23 +148,32 @@ def described(triples: Triples) -> list[str]:
     return lines
 
 
+def _unused(number, ids):
+    unused = np.ones(number, bool)
+    unused[ids] = False
+    return int(unused.sum())
+
+
 def _share_of(rows, others):
     """Return the share of rows i32[n, 3] that are among others."""
-    some = others[np.isin(others[:, 0], rows[:, 0])]  # of large graphs few
+    some = others[np.isin(others[:, 0], rows[:, 0]) & np.isin(others[:, 2], rows[:, 2])]  # of large graphs few
     number = np.unique(np.concatenate([rows, some]), axis=0, return_inverse=True)[1].reshape(-1)
     return float(np.isin(number[: len(rows)], number[len(rows) :]).mean()) if len(rows) else 0.0
 
 
-def check_same_graph(run: Run, triples: Triples) -> None:
+def check_same_graph(run: Run, config: GraphFlags, triples: Triples) -> None:
     """Refuse to go on with a run whose rows stand for other entities: its files have changed since it began."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (*triples[:3], np.array([triples.entities, triples.relations]), *triples.names):
-        digest.update(np.ascontiguousarray(part).tobytes())
+    for part in (*triples[:3], np.array([triples.entities, triples.relations])):
+        digest.update(np.ascontiguousarray(part))
+    for names in triples.names:
+        digest.update(names.tobytes())
     before, now = run.read_json("graph.json"), {"digest": digest.hexdigest()}
-    if before not in ({}, now):
+    earlier = not before and config.path is not None and config.path.is_file()  # which split tables otherwise
+    if run.resumed and (earlier or before not in ({}, now)):
         raise ValueError(
-            f"{run.directory} was begun with another graph than its files have now: bring that one back, or begin anew "
-            "in another --workdir."
+            f"{run.directory} was begun {'by an earlier version, ' * earlier}with another graph than its files have "
+            "now: bring that one back, or begin anew in another --workdir."
         )
     run.write_json("graph.json", now)
 
@@ -176,6 +185,12 @@ def _read(config):
     if config.path is None:
         return generate_triples(**size_of(config).generated, seed=config.seed)
     return load_triples(config.path, config.seed)
+
+
+def settled(config: Any) -> Any:
+    """Return the flags with the N3 penalty that they mean."""
+    given = config.n3 is not None
+    return config if given else dataclasses.replace(config, n3=0.0 if config.encoder == "graph_sage" else 0.05)
 
 
 class LinkJob(NamedTuple):
@@ -201,9 +216,9 @@ class LinkJob(NamedTuple):
 
 def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     """Build task, batches and initial parameters from the flags."""
+    config = settled(config)
     size, model = size_of(config), MODELS[config.model]
     is_complex, networked = model in (COMPLEX, ROTATE), config.encoder == "graph_sage"
-    n3 = config.n3 if config.n3 is not None else 0.0 if networked else 0.05
     width = size.rank * (2 if is_complex else 1)
     refuse(
         {f"--groups {config.groups} must divide --batch-size {size.batch_size}.": bool(size.batch_size % config.groups)}
@@ -226,7 +241,7 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     phases = model is ROTATE
     start = initial_rows(relations, size.rank if phases else width, np.pi if phases else config.initial_scale, seed)
     params: dict = {"relation": start + np.float32(config.initial_relation)}
-    loss, entities = make_loss(model, n3), lambda state: embedding_matrix(state.tables, "entity")
+    loss, entities = make_loss(model, config.n3), lambda state: embedding_matrix(state.tables, "entity")
     stream: TripleBatches | SubgraphBatches = batches
     if networked:
         params["encoder"] = init_encoder(jax.random.key(config.seed), [width] * (config.layers + 1))

@@ -121,8 +121,7 @@ class Learning:
         """Build the optimizers of the dense parameters and of the rows.
 
         Args:
-          steps: length of the schedule: steps of the run, over all epochs. A free-running trainer counts its own steps
-            only: pass the steps of one trainer.
+          steps: length of the schedule: steps of the run, over all epochs; of free-running trainers those of one.
         """
         rate, row_rate = self._scheduled(self.learning_rate, steps), self._scheduled(self.row_learning_rate, steps)
         rows = ROW_OPTIMIZERS[self.row_optimizer](row_rate)

@@ -76,9 +76,7 @@ class Run:
 
     def _begin(self, flags, resume, unset, may_grow):
         """Write the run's id to config.json before anything else."""
-        before = self.read_json("config.json")
-        names = "metrics.jsonl", "results.json", "checkpoints", BEST
-        files = [name for name in names if (self.directory / name).exists()]
+        before, files = self.read_json("config.json"), self._kept()
         if before and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
@@ -211,7 +209,16 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        # A run that is refused before it has anything to keep leaves its directory to one with better flags.
+        if isinstance(error, ValueError) and not self.resumed and not self._kept():
+            for name in ("config.json", "environment.json"):
+                (self.directory / name).unlink(missing_ok=True)
         self.release()
+
+    def _kept(self):
+        """Return the files that are of a run alone."""
+        names = "metrics.jsonl", "results.json", "checkpoints", BEST
+        return [name for name in names if (self.directory / name).exists()]
 
 
 def _is_larger(now, before) -> bool:

@@ -35,7 +35,7 @@ from jaxrec.loop import keep_memory
 
 _SHARED_MEMORY = Path("/dev/shm")
 _KILL_S = 10.0  # for the kernel to end a killed process
-# Removes a directory once its standard input ends; tries again, as processes that end may still write there.
+# Removes a directory once its standard input has a byte or ends; tries again, as processes may still write there.
 _REMOVER = """
 import os, shutil, sys, time
 os.read(0, 1)
@@ -61,14 +61,17 @@ class Machine:
         shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
         self.directory = Path(tempfile.mkdtemp(prefix="jaxrec-", dir=shared))
         command = [sys.executable, "-I", "-S", "-c", _REMOVER, str(self.directory)]
-        # In a session of its own, so that a Ctrl-C is for this process alone.
-        self._remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        try:  # in a session of its own, so that a Ctrl-C is for this process alone
+            self._remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        except BaseException:
+            shutil.rmtree(self.directory)
+            raise
         self._entered = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._entered = False
-        self._remover.communicate()
+        self._remover.communicate(b".")  # not only closed: children that were forked have the pipe too
         shutil.rmtree(self.directory, ignore_errors=True)  # if somebody has killed it
 
     def check_entered(self) -> None:

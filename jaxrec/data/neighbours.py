@@ -84,7 +84,8 @@ class Neighbours:
           Subgraph. Its targets are the first n nodes of each layer.
 
         Raises:
-          ValueError: a target is no node of the graph, or there twice; a fanout is negative, or there is none.
+          ValueError: a target is no node of the graph, or, with several layers, there twice; a fanout is negative, or
+            there is none.
         """
         if not fanouts:
             raise ValueError("fanouts=() has no layer: give one for each, None for all neighbours.")

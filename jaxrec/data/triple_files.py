@@ -37,7 +37,7 @@ def load_triples(path: Path | str, seed: int = 0) -> Triples:
           the first three;
         - one such table, of whose distinct triples a random 5 % each are held out for validation and test. A triple and
           its reverse by the same relation, which tells it, are held out together; each entity and relation keeps a
-          triple to train.
+          triple to train, so that of some graphs fewer can be held out.
       seed: seed of that split.
 
     Returns:
@@ -55,7 +55,7 @@ def load_triples(path: Path | str, seed: int = 0) -> Triples:
         # Without repeats, of which one would be tested and another trained.
         triples = found.train[np.sort(np.unique(found.train, axis=0, return_index=True)[1])]
         train, valid, test = _split(triples, found.entities, seed)
-        if not len(valid):
+        if not (len(valid) and len(test)):
             raise ValueError(
                 f"{path} has {len(triples)} distinct triples, too few to split: give at least 20, whose ends and "
                 "relations others have too; or a directory of tables train, valid and test."
@@ -78,10 +78,8 @@ def load_triples(path: Path | str, seed: int = 0) -> Triples:
             f"{path}: {total} triples have ids up to {max(n, r) - 1}, each of which would have a row: number them anew."
         )
     train, valid, test = (part.astype(np.int32) for part in parts)
-    names = [_names_in(path, f"{kind}2id.txt", least) for kind, least in (("entity", n), ("relation", r))]
-    if not all(map(len, names)):
-        return Triples(train, valid, test, n, r)
-    return Triples(train, valid, test, *map(len, names), (names[0], names[1]))
+    names = _names_in(path, "entity2id.txt", n), _names_in(path, "relation2id.txt", r)
+    return Triples(train, valid, test, max(n, len(names[0])), max(r, len(names[1])), names)
 
 
 def _split(triples, entities, seed):
@@ -190,6 +188,8 @@ def _roles(path, names):
     found = [[i for i, name in enumerate(names) if name.lower() in role] for role in _ROLES]
     if not found[0] and not found[2]:
         return [*range(min(3, len(names)))]
+    if len(names) == 3 and not found[1]:
+        found[1] = [*{0, 1, 2}.difference(found[0], found[2])]
     if [len(places) for places in found] != [1, 1, 1]:
         raise ValueError(f"{path} has the columns {', '.join(names)}: name one each head, relation and tail.")
     return [places[0] for places in found]

@@ -144,7 +144,7 @@ class FreeTrainers(Engine):
           batches_lost. Callbacks get the same, and no plans.
 
         Raises:
-          FloatingPointError: a loss is not finite; no callback is called.
+          FloatingPointError: a loss is not finite, unless trainers that fail are dropped; no callback is called.
           ValueError: another run is active; an earlier stretch has failed; the stream yields an object that is not a
             Batch.
           Exception: an error of a trainer, which is named; of the stream, once all trainers are idle; of a callback.
@@ -158,7 +158,8 @@ class FreeTrainers(Engine):
         over = False
         while not over:
             steps = self._stretch_steps - self.step % self._stretch_steps
-            splitter = StreamSplitter(stream, steps, self.step, self._replicas)
+            trained = int(self._state.dense.opt_state.steps.sum())
+            splitter = StreamSplitter(stream, steps, trained, self._replicas)
             metrics = self._stretch(splitter)
             if splitter.taken:
                 try:
@@ -302,12 +303,13 @@ class FreeState(NamedTuple):
 class StreamSplitter:
     """Iterators over at most `steps` batches of a stream for the trainers of a stretch: an idle one takes the next.
 
-    Schedules are at step t // n for batch t, whichever of the n trainers takes it, as if all were equally fast.
+    Schedules are at step t // n for batch t, whichever of the n trainers takes it, as if all were equally fast; of the
+    dense parameters those of optax that count the trainer's steps.
 
     Args:
       stream: the stream.
       steps: number of batches of the stretch.
-      first: number of its first batch, t.
+      first: number of its first batch, t: of steps that all trainers have made.
       trainers: n.
 
     Attributes:

@@ -83,19 +83,28 @@ def _programs(task):
 
     def apply(dense, gradient, at=None):
         one = without_replica(dense)
-        if at is not None:
-            one = one._replace(opt_state=_at(one.opt_state, at))
-        return with_replica(step_dense(one, gradient, task.optimizer))
+        return with_replica(
+            step_dense(one, gradient, task.optimizer) if at is None else _step_at(one, gradient, at, task)
+        )
 
     copy = functools.partial(jax.tree.map, jnp.copy)
     return jax.jit(differentiate), jax.jit(apply, donate_argnums=0), jax.jit(copy)
 
 
-def _at(opt_state, step):
-    """Return an optimizer state whose optax schedules are at a step."""
-    is_schedule = lambda state: isinstance(state, optax.ScaleByScheduleState)
-    moved = lambda state: state._replace(count=step) if is_schedule(state) else state
-    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
+def _step_at(dense, gradient, at, task):
+    """Apply a gradient with the optax schedules at a step; those that count otherwise, as in `MultiSteps`, stay."""
+    is_schedule = lambda state: getattr(state, "_fields", None) == optax.ScaleByScheduleState._fields  # or injected
+    ahead = lambda state: jnp.where(state.count == dense.step, at - dense.step, 0)
+
+    def each(change, *states):
+        changed = lambda *given: change(*given) if is_schedule(given[-1]) else given[-1]
+        return jax.tree.map(changed, *states, is_leaf=is_schedule)
+
+    before = dense.opt_state
+    moved = each(lambda old: old._replace(count=old.count + ahead(old)), before)
+    new = step_dense(dense._replace(opt_state=moved), gradient, task.optimizer)
+    back = each(lambda old, new: new._replace(count=new.count - ahead(old)), before, new.opt_state)
+    return new._replace(opt_state=back)
 
 
 class Turn(NamedTuple):
@@ -253,8 +262,8 @@ class Trainer:
         new = jax.tree.map(np.asarray, new)  # waits for the program; other workers continue
         if not np.isfinite(loss := float(metrics["loss"])):
             raise FloatingPointError(
-                f"the loss is {loss}: look at this batch (labels? dense features on a log scale?) and at the learning "
-                "rates."
+                f"the loss of trainer {self.number} is {loss} after its step {self.steps}: look at that batch (labels? "
+                "dense features on a log scale?) and at the learning rates."
             )
         if self.over:  # training has ended meanwhile, and the tables may be used elsewhere
             return
