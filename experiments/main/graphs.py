@@ -189,8 +189,13 @@ def _read(config):
 
 def settled(config: Any) -> Any:
     """Return the flags with the N3 penalty that they mean."""
-    given = config.n3 is not None
-    return config if given else dataclasses.replace(config, n3=0.0 if config.encoder == "graph_sage" else 0.05)
+    return dataclasses.replace(config, n3=_n3_of(config))
+
+
+def _n3_of(config):
+    if config.n3 is not None:
+        return config.n3
+    return 0.0 if config.encoder == "graph_sage" else 0.05
 
 
 class LinkJob(NamedTuple):
@@ -216,7 +221,6 @@ class LinkJob(NamedTuple):
 
 def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     """Build task, batches and initial parameters from the flags."""
-    config = settled(config)
     size, model = size_of(config), MODELS[config.model]
     is_complex, networked = model in (COMPLEX, ROTATE), config.encoder == "graph_sage"
     width = size.rank * (2 if is_complex else 1)
@@ -241,7 +245,7 @@ def make_link_job(config: GraphFlags, triples: Triples) -> LinkJob:
     phases = model is ROTATE
     start = initial_rows(relations, size.rank if phases else width, np.pi if phases else config.initial_scale, seed)
     params: dict = {"relation": start + np.float32(config.initial_relation)}
-    loss, entities = make_loss(model, config.n3), lambda state: embedding_matrix(state.tables, "entity")
+    loss, entities = make_loss(model, _n3_of(config)), lambda state: embedding_matrix(state.tables, "entity")
     stream: TripleBatches | SubgraphBatches = batches
     if networked:
         params["encoder"] = init_encoder(jax.random.key(config.seed), [width] * (config.layers + 1))

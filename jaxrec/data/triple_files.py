@@ -93,7 +93,7 @@ def _split(triples, entities, seed):
     used = triples + np.array([0, entities, 0])  # entities and relations, numbered together
     left = np.bincount(used.reshape(-1)).tolist()  # how many of their uses are in training
     drawn = np.random.default_rng([seed, _SPLIT]).permutation(n)
-    held_out, taken = [], set()
+    held_out, taken = list[int](), set[int]()
     for row in drawn[::-1].tolist():
         if len(held_out) >= 2 * (n // 20):
             break
