@@ -63,6 +63,25 @@ def test_a_directory_is_a_run_from_the_first_second(tmp_path):
     assert written(tmp_path)["steps"] == 3
 
 
+def test_a_run_that_is_refused_before_it_has_anything_leaves_its_directory(tmp_path):
+    def refused(error, *made):
+        with pytest.raises(type(error), match=str(error)), Run("a", Small(), tmp_path) as run:
+            for name in made:
+                (run.directory / name).touch()
+            raise error
+
+    refused(ValueError("no such file"), "graph.json")
+    refused(ValueError("no such file"))
+    assert {path.name for path in tmp_path.iterdir()} == {"lock"}
+    refused(ValueError("an arm is refused"), "arm")  # those before it are kept, and the flags with them
+    assert written(tmp_path)["steps"] == 3
+    with pytest.raises(ValueError, match="holds a run already"):
+        Run("a", Small(), tmp_path)
+    with pytest.raises(OSError, match="full"), Run("a", Small(), tmp_path / "other"):
+        raise OSError("full")
+    assert written(tmp_path / "other")["steps"] == 3
+
+
 def test_tables_that_programs_reach_go_on_wherever_the_run_keeps_them(tmp_path):
     with Run("a", config_of(tables="device"), tmp_path):  # as runs said before the choice was theirs
         pass

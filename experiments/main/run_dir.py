@@ -29,6 +29,7 @@ _MAY_CHANGE = {
     "workdir", "resume", "requeue", "save_every_steps", "keep_period", "seeds", "times", "metric", "vary",
     "tensorboard", "rates",
 }  # fmt: skip
+_OF_ANY = "config.json", "environment.json", "graph.json"  # files that a run has before it has anything to keep
 _VERSIONS = (
     "jaxrec", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "numba", "torch", "fbgemm-gpu-cpu",
 )  # fmt: skip
@@ -76,7 +77,9 @@ class Run:
 
     def _begin(self, flags, resume, unset, may_grow):
         """Write the run's id to config.json before anything else."""
-        before, files = self.read_json("config.json"), self._kept()
+        before = self.read_json("config.json")
+        names = "metrics.jsonl", "results.json", "checkpoints", BEST
+        files = [name for name in names if (self.directory / name).exists()]
         if before and not resume:
             raise ValueError(
                 f"{self.directory} holds a run already: give another --workdir, or --resume to go on with it."
@@ -210,15 +213,11 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         # A run that is refused before it has anything to keep leaves its directory to one with better flags.
-        if isinstance(error, ValueError) and not self.resumed and not self._kept():
-            for name in ("config.json", "environment.json"):
-                (self.directory / name).unlink(missing_ok=True)
+        if isinstance(error, ValueError) and not self.resumed:
+            if {path.name for path in self.directory.iterdir()} <= {*_OF_ANY, "lock"}:
+                for name in _OF_ANY:
+                    (self.directory / name).unlink(missing_ok=True)
         self.release()
-
-    def _kept(self):
-        """Return the files that are of a run alone."""
-        names = "metrics.jsonl", "results.json", "checkpoints", BEST
-        return [name for name in names if (self.directory / name).exists()]
 
 
 def _is_larger(now, before) -> bool:
