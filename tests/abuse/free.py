@@ -289,7 +289,7 @@ def _(directory):
     assert not np.array_equal(before["width_4"][0]["value"], other.shards["width_4"][0]["value"])
 
 
-@situation("a loss that is not finite calls no callback", FloatingPointError, "loss of trainer 0 is nan after its step 0")
+@situation("a loss that is not finite calls no callback", FloatingPointError, "loss of trainer [01] is nan")
 def _(directory):
     with free(stretch_steps=2, callbacks=[lambda info: 1 / 0]) as engine:
         engine.train(stream(4, label=np.nan))
