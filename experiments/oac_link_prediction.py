@@ -191,8 +191,10 @@ def main(config: Config) -> dict:
     with Run("oac_link_prediction", config, config.workdir, config.resume) as run, stop_on_signals() as asked:
         triples = triples_of(config)
         check_same_graph(run, config, triples)
-        done = {(row["mode"], row["seed"]) for row in run.metrics() if "test_mrr" in row}
-        run.rewrite_metrics([row for row in run.metrics() if (row["mode"], row["seed"]) in done])
+        rows = run.metrics()
+        done = {(row["mode"], row["seed"]) for row in rows if "test_mrr" in row}
+        if run.resumed:  # without those of an arm that was killed between two of its rows
+            run.rewrite_metrics([row for row in rows if (row["mode"], row["seed"]) in done])
         for seed, arm in itertools.product(range(config.seed, config.seed + config.seeds), arms_of(config)):
             if (arm.name, seed) not in done:
                 try:

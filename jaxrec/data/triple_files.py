@@ -93,38 +93,36 @@ def _split(triples, entities, seed):
     used = triples + np.array([0, entities, 0])  # entities and relations, numbered together
     left = np.bincount(used.reshape(-1)).tolist()  # how many of their uses are in training
     drawn = np.random.default_rng([seed, _SPLIT]).permutation(n)
-    held_out, taken = list[int](), set[int]()
+    held_out = dict[int, None]()  # in the order in which they were drawn
     for row in drawn[::-1].tolist():
         if len(held_out) >= 2 * (n // 20):
             break
-        if row in taken:
+        if row in held_out:
             continue
         both = list(dict.fromkeys((row, int(reverse[row]))))
         uses = used[both].reshape(-1).tolist()
         for one in uses:
             left[one] -= 1
         if all(left[one] for one in uses):
-            held_out += both
-            taken.update(both)
+            held_out |= dict.fromkeys(both)
         else:
             for one in uses:
                 left[one] += 1
-    half = len(held_out) // 2
-    train = drawn[~np.isin(drawn, held_out)]
-    return train, np.array(held_out[half:][::-1], np.int64), np.array(held_out[:half][::-1], np.int64)
+    rows, half = np.array([*held_out], np.int64), len(held_out) // 2
+    return drawn[~np.isin(drawn, rows)], rows[half:][::-1], rows[:half][::-1]
 
 
 def _names_in(directory, name, least):
     """Read a file of OpenKE that names ids, str[N], N at least `least`; empty if there is none."""
-    file = next((path for path in (directory / f"{name}.gz", directory / name) if path.is_file()), None)
-    if file is None:
+    files = _find(directory, [[f"{name}.gz", name]])
+    if not files:
         return np.zeros(0, str)
-    rows = [line.rsplit(maxsplit=1) for line in _lines(file)]
+    rows = [line.rsplit(maxsplit=1) for line in _lines(files[0])]
     rows = rows[len(rows[0]) == 1 :] if rows else []  # without their number
     named = {int(row[1]): row[0] for row in rows if len(row) == 2 and row[1].isascii() and row[1].isdecimal()}
     if not least <= len(named) == len(rows) or named.keys() != set(range(len(named))):
         raise ValueError(
-            f"{file} does not name the ids from 0 to at least {least - 1}, each once: correct or remove it."
+            f"{files[0]} does not name the ids from 0 to at least {least - 1}, each once: correct or remove it."
         )
     return np.array([named[number] for number in range(len(named))])
 
