@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tarfile
 import tempfile
 import threading
@@ -361,6 +362,26 @@ def test_an_image_that_is_pruned_while_it_is_read_gives_way_to_the_newer_one(tmp
         return fill(found, make("host", spec))
 
     assert_same(with_chain(tmp_path, load)[0], newer, spec)
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+def test_an_image_that_is_pruned_between_two_of_its_shards_gives_way_to_the_newer_one(home, tmp_path, monkeypatch):
+    """The template of the first try has some of its rows by then, and is restored again."""
+    spec = EmbeddingSpec({"t": Table(1_100_000, 32)}, {"t": Lookup("t")}, shards=2)  # more than is read at a time
+    newer = make("host", spec, "sgd", seed=2)
+    write_image(tmp_path / "step_00000001", snapshot(make("host", spec, "sgd", seed=1)))
+    read = []
+
+    def load(image, leaves):
+        read.append(image.path.name)
+        if len(read) == 3:  # the dense state and one shard are read
+            write_image(tmp_path / "step_00000002", snapshot(newer))
+            shutil.rmtree(tmp_path / "step_00000001")
+        return load_arrays(image, leaves)
+
+    monkeypatch.setattr(sys.modules["jaxrec.checkpoint.restore"], "load_arrays", load)
+    assert_same(restore(tmp_path, make(home, spec, "sgd"))[0], newer, spec)
+    assert read == ["step_00000001"] * 3 + ["step_00000002"] * 3
 
 
 def test_a_save_that_outlives_an_interrupted_close_releases_the_directory_when_it_ends(tmp_path, monkeypatch):

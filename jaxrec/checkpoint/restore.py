@@ -83,7 +83,7 @@ def with_chain(path: str | Path, load: Callable[[list[Image]], Loaded], dense: b
 def fill(
     found: list[Image], template: TrainState, replica: int | Literal["mean"] | None = None, grow: bool = False
 ) -> tuple[TrainState, Image]:
-    """Return the state of a verified chain; the template changes only once all of the chain is read.
+    """Return the state of a verified chain.
 
     With `replica`, only its parameters are taken, for a template without optimizers; `grow` is as for `restore`.
     """
@@ -112,26 +112,36 @@ def fill(
             return TrainState(placed, restore_shards(image.path, tables, range(spec.shards))[0]), image
     saved_spec = spec_of(found[0])  # its shards and initial rows may be others
     saved_layout = Layout({name: tables.layout[name] for name in saved_spec.stacks})
+    saved_rows = rows_of_chain(found, saved_spec, saved_layout, range(image.shards))
+    # In order, which determines the row numbers.
+    same = [*tables_of(saved_spec).items()] == [*tables_of(spec).items()]
+    if not same or saved_spec.shards != spec.shards:
+        saved_rows = _in_shards_of(spec, tables.layout, saved_spec, saved_layout, saved_rows, same)
+    if tables.hosted is None:  # read to the end first: writing donates the template, which a second try would need
+        saved_rows = iter([*saved_rows])
+    with tables.overwriting(step=image.step):  # mapped files are marked as torn meanwhile
+        for key, mine in saved_rows:
+            tables = tables.with_shard(*key, mine)
+    return TrainState(placed, tables), image
+
+
+def _in_shards_of(spec, layout, saved_spec, saved_layout, saved_rows, same):
+    """Yield ((stack, shard), rows) of a template whose shards or tables are others than those saved."""
     rows = {
         (name, part): np.empty((saved_spec.stacks[name].rows, one.width), one.dtype)
         for name, parts in saved_layout.items()
         for part, one in parts.items()
     }
-    for (name, shard), saved_rows in rows_of_chain(found, saved_spec, saved_layout, range(image.shards)):
-        for part, array in saved_rows.items():
-            rows[name, part][shard :: image.shards] = array
-    # In order, which determines the row numbers.
-    same = [*tables_of(saved_spec).items()] == [*tables_of(spec).items()]
-    with tables.overwriting(step=image.step):  # mapped files are marked as torn meanwhile
-        for name, stack in spec.stacks.items():
-            for shard in range(spec.shards):
-                if same:
-                    used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
-                    mine = {part: table[shard :: spec.shards] for part, table in used.items()}
-                else:
-                    mine = _grown_shard(saved_spec, rows, spec, tables.layout, name, shard)
-                tables = tables.with_shard(name, shard, mine)
-    return TrainState(placed, tables), image
+    for (name, shard), parts in saved_rows:
+        for part, array in parts.items():
+            rows[name, part][shard :: saved_spec.shards] = array
+    for name, stack in spec.stacks.items():
+        for shard in range(spec.shards):
+            if same:
+                used = {part: rows[name, part][: stack.offsets[-1]] for part in layout[name]}
+                yield (name, shard), {part: table[shard :: spec.shards] for part, table in used.items()}
+            else:
+                yield (name, shard), _grown_shard(saved_spec, rows, spec, layout, name, shard)
 
 
 def _grown_shard(saved_spec, rows, spec, layout, name, shard):
