@@ -78,7 +78,6 @@ class SkewJob:
     """The model and its compiled programs, shared by all arms; each run starts with fresh tables and dense state."""
 
     def __init__(self, config: Config, steps: int, every_steps: int):
-        keep_memory()
         self.config, self.steps, self.every_steps = config, steps, every_steps
         fields = [f"C{i}" for i in range(len(CARDINALITIES))]
         tables = {name: Table(n, WIDTH) for name, n in zip(fields, CARDINALITIES, strict=True)}
@@ -334,6 +333,7 @@ def train_all(run: Run, job: SkewJob, every_arm: list[Arm], seeds: int) -> None:
 
 def main(config: Config) -> dict:
     """Measure step times, run all arms and seeds, and return the contents of results.json."""
+    keep_memory()  # before JAX starts its threads
     run = Run("oac_time_to_accuracy", config, config.workdir, config.resume)
     sizes = {"smoke": (40, 20, 2), "default": (800, 100, 8), "paper": (2000, 100, 10)}
     steps, every_steps, of_preset = sizes[config.preset]

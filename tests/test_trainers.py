@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from homes import every_row
 from in_process_servers import InProcess, InThread
 from threads import is_inside, until
-from trainer_work import CLICKS, OWN, PARAMS, SPEC, TASK, batches, work
+from trainer_work import CLICKS, OWN, PARAMS, SPEC, TASK, batches, loss, work
 
+from jaxrec import Task
 from jaxrec.cluster.sync_servers import SyncServer
 from jaxrec.cluster.trainers import RetryingTables, Stream, TrainerProcess
 from jaxrec.embedding import HostTables
@@ -81,6 +83,15 @@ def test_a_successor_goes_on_at_the_position_with_the_parameters_given():
     assert (progress.position, progress.examples, progress.steps) == (12, 3 * 16, 3)
     assert np.abs(trainer.result()[0]["dense"][0] - [1, 2, 3]).max() < 0.1
     assert begun(work(), servers, start=12, incarnation=3).progress().examples == 0
+
+
+@pytest.mark.parametrize("sgd", [optax.sgd, optax.inject_hyperparams(optax.sgd)])
+def test_schedules_of_dense_parameters_go_on_where_a_successor_starts(sgd):
+    sudden = sgd(lambda step: jnp.where(step < 9, 1.0, 0.0))
+    for start, stays in ((9, True), (8, False)):
+        trainer = begun(work(task=Task(SPEC, loss, sudden, OWN[1])), servers_of(), start=start)
+        assert wait(trainer, "done").steps == 12 - start
+        assert (trainer.result()[0]["dense"][0] == PARAMS["dense"]).all() == stays
 
 
 def test_who_dies_while_it_begins_has_come_no_less_far_than_the_one_before():

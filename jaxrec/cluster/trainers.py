@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from jaxrec.cluster.processes import unpacked
 from jaxrec.cluster.sync_servers import SyncClient
@@ -26,7 +25,7 @@ from jaxrec.embedding import HostTables, RemoteTables
 from jaxrec.embedding.servers import Server
 from jaxrec.shadowsync import Foreground, FreeStep, Rule, Shadow
 from jaxrec.shadowsync.params import with_floating
-from jaxrec.shadowsync.workers import train_stretch
+from jaxrec.shadowsync.workers import map_schedules, train_stretch
 from jaxrec.sharding import make_mesh
 from jaxrec.step import init_dense
 from jaxrec.task import Task
@@ -169,13 +168,6 @@ class RetryingTables(RemoteTables):
             self._changed.notify_all()
 
 
-def at_step(opt_state, step):
-    """Return an optimizer state with the count of steps of its optax schedules set."""
-    is_schedule = lambda state: isinstance(state, optax.ScaleByScheduleState)
-    moved = lambda state: state._replace(count=state.count + step) if is_schedule(state) else state
-    return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
-
-
 class TrainerProcess:
     """One incarnation of a trainer, for use in a process of its own."""
 
@@ -270,7 +262,8 @@ class TrainerProcess:
         begin = work.params if params is None else with_floating(work.params, params)
         dense = init_dense(begin, work.task.optimizer, make_mesh(devices=jax.local_devices()[:1]))
         # Schedules of rows and of dense parameters continue.
-        dense = dense._replace(step=dense.step + start, opt_state=at_step(dense.opt_state, start))
+        later = lambda count: count + start
+        dense = dense._replace(step=later(dense.step), opt_state=map_schedules(later, dense.opt_state))
         if work.rule is not None:
             with self._lock:
                 now = [self._sync_servers.get(number, server) for number, server in enumerate(sync_servers)]

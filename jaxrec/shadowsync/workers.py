@@ -93,18 +93,22 @@ def _programs(task):
 
 def _step_at(dense, gradient, at, task):
     """Apply a gradient with the optax schedules at a step; those that count otherwise, as in `MultiSteps`, stay."""
-    is_schedule = lambda state: getattr(state, "_fields", None) == optax.ScaleByScheduleState._fields  # or injected
-    ahead = lambda state: jnp.where(state.count == dense.step, at - dense.step, 0)
-
-    def each(change, *states):
-        changed = lambda *given: change(*given) if is_schedule(given[-1]) else given[-1]
-        return jax.tree.map(changed, *states, is_leaf=is_schedule)
-
+    ahead = lambda count: jnp.where(count == dense.step, at - dense.step, 0)
     before = dense.opt_state
-    moved = each(lambda old: old._replace(count=old.count + ahead(old)), before)
+    moved = map_schedules(lambda old: old + ahead(old), before)
     new = step_dense(dense._replace(opt_state=moved), gradient, task.optimizer)
-    back = each(lambda old, new: new._replace(count=new.count - ahead(old)), before, new.opt_state)
-    return new._replace(opt_state=back)
+    return new._replace(opt_state=map_schedules(lambda old, new: new - ahead(old), before, new.opt_state))
+
+
+def map_schedules(change: Callable, *states: PyTree) -> PyTree:
+    """Return the last of some states of an optimizer, with change(*counts) for the steps counted by each schedule."""
+    is_schedule = lambda state: getattr(state, "_fields", None) == optax.ScaleByScheduleState._fields  # or injected
+
+    def changed(*given):
+        last = given[-1]
+        return last._replace(count=change(*(one.count for one in given))) if is_schedule(last) else last
+
+    return jax.tree.map(changed, *states, is_leaf=is_schedule)
 
 
 class Turn(NamedTuple):
