@@ -30,6 +30,7 @@ from jaxrec.checkpoint.state import (
     tables_of,
 )
 from jaxrec.embedding import EmbeddingSpec, Layout, Lookup, Place, RemoteTables, Table, Tables, create_tables, sgd
+from jaxrec.embedding.kernels import scatter
 from jaxrec.embedding.tables import Parts, chosen_shards, empty_parts, fill_initial, range_of, write_shard
 from jaxrec.files import local_path
 from jaxrec.sharding import EVERYWHERE, PER_REPLICA, REPLICA, as_mesh, put_on_mesh, replicate
@@ -221,9 +222,10 @@ def _rows_of_group(found, shards, layout, keys, initial):
         for first in range(0, len(found), _THREADS):  # few deltas at a time, as they take memory
             for delta in pool.map(load, found[first : first + _THREADS]):
                 for (name, shard), parts in rows.items():
-                    ids = delta.get(leaf_name(name, shard, ROW_IDS))
-                    for part, array in parts.items() if ids is not None else ():
-                        array[ids // shards] = delta[leaf_name(name, shard, part)]
+                    if (ids := delta.get(leaf_name(name, shard, ROW_IDS))) is None:
+                        continue
+                    for part, array in parts.items():
+                        scatter(array, ids, shards, len(ids), delta[leaf_name(name, shard, part)])
     return rows
 
 
