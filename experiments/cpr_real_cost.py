@@ -1,6 +1,6 @@
 """Measured cost of saving and restoring: whole images, prioritised rows and single shards, against plain Orbax.
 
-    python experiments/cpr_real_cost.py                  1 GB of tables; 16 minutes
+    python experiments/cpr_real_cost.py                  1 GB of tables; 14 minutes
     python experiments/cpr_real_cost.py --table-mb 4000  about four times that in memory, twice on the disk
 
 CPR (arXiv 2011.02999) takes the costs of a checkpoint as given. Claim: one shard is restored in at most 1/5 of the time
