@@ -166,6 +166,8 @@ def test_a_step_that_has_failed_can_be_taken_again(play, monkeypatch):
             with pytest.raises(KeyError, match="once"):
                 stepping.step(state, batch, plans[step])
             state = state._replace(dense=dense)
+        elif step < 4:  # so that no read has met the last put when a step fails
+            stepping.announce(plans[step + 1])
         state, metrics = stepping.step(state, batch, plans[step])
         losses.append(float(metrics["loss"]))
     overlap.compile_programs.cache_clear()
