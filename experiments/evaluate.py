@@ -8,8 +8,9 @@
     python experiments/evaluate.py --run runs/a --predictions a.parquet   predictions with the keys of the schema
 
 Writes AUC, log loss, normalised entropy and calibration to results.json (of a regression RMSE and MAE), and the
-predictions, in row order, to predictions.npz; predictions alone for rows without labels. Uses the best state of a run
-that keeps one, else the last, from the newest whole image; the run may still be training.
+predictions to predictions.npz, with the numbers of their rows, those of weight above 0; predictions alone for rows
+without labels. Uses the best state of a run that keeps one, else the last, from the newest whole image; the run may
+still be training.
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from main.trained import (
     job_of,
     open_run,
     prepared_of,
+    refuse_other_division,
     refuse_trained_rows,
     table_directory,
     table_of_run,
@@ -132,7 +134,7 @@ def examples_of(config: Config, run: Trained, job: ClickJob) -> Examples:
             f"{config.path[0]} was prepared with another vocabulary than {directory}, from which {run.directory} was "
             "trained, so that its ids mean other categories: give the raw files, which are mapped as the run's were."
         )
-    directory = chosen(config, directory)
+    directory = chosen(config, run, directory)
     rows = iter(Loader(open_split(directory, config.split), TEST_BATCH))
     return Examples(rows, True, f"{config.split} of {directory}", vocabularies)
 
@@ -142,9 +144,11 @@ def has_raw_files(config: Config) -> bool:
     return bool(config.path) and not is_prepared(local_path(config.path[0]))
 
 
-def chosen(config: Config, own: Path, *earlier: Path) -> Path:
+def chosen(config: Config, run: Trained, own: Path, *earlier: Path) -> Path:
     """Return the prepared directory of --path, or the run's own, the last; it must test nothing that it trained on."""
     if not config.path:
+        if config.split != "train":
+            refuse_other_division(run, own)
         return own
     if config.split != "train":
         for each in (own, *earlier):
@@ -175,7 +179,7 @@ def examples_of_table(config: Config, run: Trained) -> Examples:
             {**table, "keys": raw.keys_in(config.path, schema)},
             lambda name: np.concatenate([block[name] for block in kept]),
         )
-    directory = chosen(config, directory, *(path for path in map(Path, run.config["path"][:-1]) if path.is_dir()))
+    directory = chosen(config, run, directory, *(path for path in map(Path, run.config["path"][:-1]) if path.is_dir()))
     rows, table = open_rows(directory, config.split, targets), table_of_run(run, directory)
     return Examples(
         iter(Loader(rows, TEST_BATCH)), True, f"{config.split} of {directory}", with_vocabulary(table), table,
@@ -387,12 +391,12 @@ def draw(path: Path, results: dict[str, Any]) -> bool:
 
 
 def finish(
-    config: Config, run: Run, found: Predictions, step: int, words: str, known: Mapping[str, Vocabulary]
+    config: Config, run: Run, found: Predictions, step: int, examples: Examples, known: Mapping[str, Vocabulary]
 ) -> dict[str, Any]:
     """Write and show the figures; return the contents of results.json.
 
     Args:
-      words: description of the rows.
+      examples: what was predicted.
       known: {table: what its rows stand for}.
     """
     results = {"step": step, **figures(found)}
@@ -406,7 +410,8 @@ def finish(
         decode: dict[str, Callable] = {name: one.decode for name, one in known.items()}
         decode |= {name: functools.partial(_texts_at, texts) for name, (texts, _) in numbered.items()}
         asked = config.group, config.segments, config.bootstrap
-        of_parts = subsets.figures(found.found[:, 0], found.label[:, 0], found.weight, fields, *asked)
+        of_field = None if config.group in numbered else examples.table
+        of_parts = subsets.figures(found.found[:, 0], found.label[:, 0], found.weight, fields, *asked, of_field)
         results |= {key: value if math.isfinite(value) else None for key, value in of_parts.items()}
         results |= subsets.names_of(results, config.segments, decode)
     with atomic_write(run.directory / "predictions.npz") as partial, open(partial, "wb") as file:
@@ -415,7 +420,7 @@ def finish(
         write_predictions(config.predictions, found)
     if found.label is not None and is_click:
         draw(run.directory / "calibration.png", results)
-    tables = [table(results), subsets.tables(results, config.segments), table_of_unknown(found.unknown, words)]
+    tables = [table(results), subsets.tables(results, config.segments), table_of_unknown(found.unknown, examples.words)]
     run.close(results, "\n\n".join(filter(None, tables)))
     return results
 
@@ -425,7 +430,7 @@ def _texts_at(texts: np.ndarray, rows: Sequence[int]) -> list[str]:
 
 
 def arrays_of(found: Predictions) -> dict[str, np.ndarray]:
-    """Return the arrays of predictions.npz: of one label [n], of several [n, K].
+    """Return the arrays of predictions.npz: `row` i64[n], from 0; of one label [n], of several [n, K].
 
     Of clicks logit, probability and label; if any label is a number, prediction and label.
     """
@@ -434,7 +439,8 @@ def arrays_of(found: Predictions) -> dict[str, np.ndarray]:
     clicks = all(target.moments is None for target in found.targets)
     if found.label is not None:
         labels = {"label": shaped(found.label.astype(np.uint8 if clicks else np.float32))}
-    return ({"logit": shaped(found.found), "probability": served} if clicks else {"prediction": served}) | labels
+    what = {"logit": shaped(found.found), "probability": served} if clicks else {"prediction": served}
+    return {"row": found.row} | what | labels
 
 
 def write_predictions(path: Path, found: Predictions) -> None:
@@ -514,7 +520,7 @@ def main(config: Config) -> dict[str, Any]:
             say(f"{words_of(image)}, on {examples.words}")
             found = predict(state, job, examples, asked, config.fields)
             known = vocabularies_of(trained, config.prepared) if config.segments else {}
-            return finish(config, run, found, image.step, examples.words, known)
+            return finish(config, run, found, image.step, examples, known)
 
 
 def is_unfinished(workdir: Path | None) -> bool:

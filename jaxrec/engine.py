@@ -27,6 +27,12 @@ from jaxrec.types import Batch, DenseState, Plan, ShardsLost, TrainState
 from jaxrec.validate import check_finite, check_not_donated, donated
 
 
+def is_torn(tables: Tables) -> bool:
+    """Return whether rows on the host have been overwritten in part, by a put or a restore that did not end."""
+    hosted = tables.hosted
+    return hosted is not None and bool((hosted.puts[:, 0] != hosted.puts[:, 1]).any())
+
+
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
     """Return the first of several failures, with the others noted on it."""
     add_failures(failures[0], failures[1:])
@@ -58,6 +64,7 @@ class Snapshot(NamedTuple):
 
     step: int
     save: Callable[[TrainState], Any]
+    dropped: Callable[[], object]  # called in place of `save` if the state is not finite
 
 
 class SnapshotSchedule:
@@ -67,9 +74,11 @@ class SnapshotSchedule:
         self._pending: list[Snapshot] = []
         self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
-    def announce(self, step: int, now: int, save: Callable[[TrainState], Any]) -> None:
+    def announce(
+        self, step: int, now: int, save: Callable[[TrainState], Any], dropped: Callable[[], object]
+    ) -> None:  # fmt: skip
         """Add a snapshot of step `now`, whose callbacks are at work, or of a later one."""
-        self._pending.append(Snapshot(step, save))
+        self._pending.append(Snapshot(step, save, dropped))
         if step > now:
             self._unwarned.add(step)
 
@@ -88,8 +97,11 @@ class SnapshotSchedule:
 
     def drop(self, step: int) -> None:
         """Remove all snapshots of a step and earlier ones."""
+        dropped = [each for each in self._pending if each.step <= step]
         self._pending = [each for each in self._pending if each.step > step]
         self._unwarned.discard(step)
+        for each in dropped:
+            each.dropped()
 
     def forget(self, now: int) -> None:
         """Drop all snapshots, as the state of step `now` is replaced; warn of those that were not taken."""
@@ -275,9 +287,15 @@ class Engine:
                 self._going_back = True
                 try:
                     back.go_back()
+                except BaseException as error:
+                    self._break_if_torn(error)
+                    raise
                 finally:
                     self._going_back = False
             stream = self._stream_of(batches(self.step))
+
+    def _break_if_torn(self, error: BaseException) -> None:
+        """Refuse everything but `reset` from here on, if a restore that has failed has overwritten some of the rows."""
 
     def _stream_of(self, batches: Iterable[Batch]) -> Stream:
         """Return the stream of an iterable: the one of the last run if its iterator is the same."""
@@ -419,7 +437,9 @@ class Engine:
         else:
             self._snapshots.warn(self.step)
 
-    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], dropped: Callable[[], object] = lambda: None
+    ) -> None:
         """Announce a snapshot: after a step and its callbacks, save(state) will be called.
 
         If a run ends before the step, it warns, and the snapshot stays announced for the next run.
@@ -427,6 +447,7 @@ class Engine:
         Args:
           step: number of a step that is not committed yet; in `after_step` also that of `info`.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
+          dropped: called instead if a loss or a dense parameter is not finite.
 
         Raises:
           ValueError: the step is committed.
@@ -434,7 +455,7 @@ class Engine:
         self._refuse()
         if step < self.step or (step == self.step and not self._in_callback):
             raise ValueError(f"step={step} is committed already ({self.step} are).")
-        self._snapshots.announce(step, self.step, save)
+        self._snapshots.announce(step, self.step, save, dropped)
 
     def enter(self, callback: Entered) -> Entered:
         """Begin a further callback, as the last one; for one that needs the engine to be made.
@@ -620,6 +641,10 @@ class Serial(Engine):
             unknown: list[int | None] = [None] * self.tables.spec.shards
             steps = self._use.table_steps() if self._use else unknown
             raise BrokenEngine(dense_step, steps, self._broken) from self._broken
+
+    def _break_if_torn(self, error: BaseException) -> None:
+        if is_torn(self._state.tables):
+            self._broken = error
 
     def _over(self, stream):
         # Rows that the host moves are planned there.

@@ -1,5 +1,6 @@
 """Checkpoints over all placements, meshes, shards and optimizers, and of an earlier jaxrec; no torn image is taken."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -35,6 +36,7 @@ from jaxrec.checkpoint import (
     newest,
     read_manifest,
     restore,
+    restore_for_prediction,
     restore_shards,
     snapshot,
     verify,
@@ -44,7 +46,7 @@ from jaxrec.checkpoint.format import load_arrays
 from jaxrec.checkpoint.restore import fill, with_chain
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, adagrad, rowwise_adagrad, sgd
-from jaxrec.embedding.tables import range_of
+from jaxrec.embedding.tables import embedding_matrix, range_of
 from jaxrec.files import write_json
 from jaxrec.oac import Pipeline
 from jaxrec.step import init_dense
@@ -362,6 +364,30 @@ def test_an_image_that_is_pruned_while_it_is_read_gives_way_to_the_newer_one(tmp
         return fill(found, make("host", spec))
 
     assert_same(with_chain(tmp_path, load)[0], newer, spec)
+
+
+@pytest.mark.parametrize("home", ["host", "device"])
+@pytest.mark.parametrize(("saved", "wanted"), [("float16", "float32"), ("float32", "float16")])
+@pytest.mark.parametrize("base", [True, False])
+def test_rows_of_another_dtype_are_predicted_with(home, saved, wanted, base, tmp_path):
+    spec = dataclasses.replace(small_spec(2), dtype=saved)
+    tables = HostTables.create(spec, OPTIMIZERS["sgd"])
+    state = make("host", spec, "sgd")._replace(tables=tables)
+    if base:
+        write_image(tmp_path / "step_00000000", snapshot(state))
+    with RowCheckpointer(tmp_path, newest(tmp_path)) as saver:
+        for rows in tables.shards["width_4"][1].values():
+            rows[1:3] = 0.37
+        saver.save(tables, {("width_4", 1): np.array([3, 5], np.int32)}, 1, dense=state.dense)
+    params = {"kernel": jnp.zeros((7, 3)), "bias": jnp.zeros(3), "empty": jnp.zeros((0, 2))}
+    found = [
+        restore_for_prediction(tmp_path, dataclasses.replace(spec, dtype=dtype), params, place=home)[0].tables
+        for dtype in (saved, wanted)
+    ]
+    for name in spec.tables:
+        right, converted = (embedding_matrix(tables, name) for tables in found)
+        np.testing.assert_allclose(converted.astype(np.float32), right.astype(np.float32), rtol=1e-3, atol=1e-5)
+    assert (np.abs(embedding_matrix(found[1], "a").astype(np.float32) - 0.37) < 1e-3).any()
 
 
 @pytest.mark.parametrize("home", ["host", "device"])

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import runpy
+import shutil
 
 import evaluate
 import export
@@ -25,7 +26,7 @@ from main.targets import Target, losses, of_each, targets_of
 from jaxrec import Batch, adagrad, metrics
 from jaxrec.data.blocks import keys_of
 from jaxrec.data.loader import Loader
-from jaxrec.data.tabular import AtRandom, Categorical, Dense, Label, Schema, open_table, prepare
+from jaxrec.data.tabular import AtRandom, ByTime, Categorical, Dense, Label, Schema, open_table, prepare
 from jaxrec.ranking import group_auc
 
 ROWS, USERS = 600, 12
@@ -64,11 +65,11 @@ def prepared(tmp_path_factory):
     return directory / "prepared"
 
 
-def hashed(directory, frame, labels=SCHEMA.label):
+def hashed(directory, frame, labels=SCHEMA.label, seed=0):
     """Prepare rows whose ids are hashed: another table has the same digest."""
     features = [Categorical("user", hash_cap=50), Categorical("item", hash_cap=20)]
     frame.write_parquet(directory.with_suffix(".parquet"))
-    prepare([directory.with_suffix(".parquet")], directory, Schema(labels, features, split=AtRandom(seed=0)))
+    prepare([directory.with_suffix(".parquet")], directory, Schema(labels, features, split=AtRandom(seed=seed)))
     return directory
 
 
@@ -239,6 +240,27 @@ def test_a_run_keeps_what_its_outputs_stand_for(tmp_path):
     hashed(tmp_path / "own", rows().with_columns(price=pl.col("price") * 10))
     with pytest.raises(ValueError, match=r"predicts .*'price'.*, and its data now has .*prepare the same sources"):
         trained(tmp_path / "run", own, "price", "click", model="shared_bottom", resume=True)
+
+
+def test_a_run_tests_no_rows_that_it_has_trained_on_though_its_table_was_prepared_anew(tmp_path):
+    run, own = tmp_path / "run", hashed(tmp_path / "own", rows())
+    trained(run, own, "click")
+    shutil.rmtree(own)
+    hashed(own, rows(), seed=1)
+    with pytest.raises(ValueError, match="own divides its rows otherwise than when .*run was trained"):
+        evaluate.main(evaluate.Config(run, workdir=tmp_path / "look"))
+    with pytest.raises(ValueError, match="was trained with another division into training and test rows"):
+        trained(run, own, "click", resume=True, epochs=3)
+    found = evaluate.main(evaluate.Config(run, workdir=tmp_path / "again", path=(tmp_path / "own.parquet",)))
+    assert found["rows"] > 0  # all rows, as the user says so
+
+
+def test_a_table_by_time_has_validation_rows_by_its_schema_alone(tmp_path):
+    rows().with_row_index("when").write_parquet(tmp_path / "rows.parquet")
+    features = [Categorical("user", hash_cap=50)]
+    prepare([tmp_path / "rows.parquet"], tmp_path / "prepared", Schema("click", features, split=ByTime("when")))
+    with pytest.raises(ValueError, match=r"last rows of the files, .*: prepare it with ByTime\(..., validation=0.2\)"):
+        trained(tmp_path / "run", tmp_path / "prepared", "click", validation_fraction=0.2)
 
 
 def test_flags_that_an_older_run_lacks_were_at_their_defaults(prepared, tmp_path):

@@ -300,7 +300,8 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path, monke
     lines = [*table_lines(700)]
     lines = lines[:401] + [re.sub(r",u[0-4],", ",new_one,", line) for line in lines[401:]]
     days, schema = [], ("schema.py", SCHEMA)
-    (tmp_path / schema[0]).write_text(schema[1])
+    # Not by time, so that training rows can be held out.
+    (tmp_path / schema[0]).write_text(schema[1].replace('ByTime("hour", train=0.8)', "ByRows(train=0.8)"))
     for number, part in enumerate((lines[1:401], lines[401:])):
         path = write_lines(tmp_path / f"{number}.csv", [lines[0], *part])
         days.append(tmp_path / f"day_{number}")
@@ -342,15 +343,18 @@ def test_a_finished_run_trains_on_newer_rows_with_new_categories(tmp_path, monke
 
 def test_rows_of_an_earlier_table_go_on_over_those_that_came_first_in_the_run(tmp_path):
     of = lambda digest, onto, before=None: types.SimpleNamespace(
-        vocabulary_digest=digest, table={"onto": onto}, before=before, targets=()
+        vocabulary_digest=digest, division=digest, table={"onto": onto}, before=before, targets=()
     )
-    run, saved = types.SimpleNamespace(directory=tmp_path), {"vocabulary_digest": "monday", "targets": []}
+    run, saved = types.SimpleNamespace(directory=tmp_path), dict.fromkeys(("vocabulary_digest", "division"), "monday")
+    saved["targets"] = []
     monday = of("monday", [])
     tuesday = of("tuesday", ["monday"], monday)
     for grown in (tuesday, of("wednesday", ["monday", "tuesday"], tuesday)):
         check_mapping(run, saved, grown)
     with pytest.raises(ValueError, match="was trained with another vocabulary"):
         check_mapping(run, saved, of("tuesday", ["monday"]))  # in the place of Monday's, whose steps it would skip
+    with pytest.raises(ValueError, match="was trained with another division into training and test rows"):
+        check_mapping(run, saved | {"division": "as on Sunday"}, tuesday)
 
 
 @pytest.mark.parametrize(

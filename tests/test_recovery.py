@@ -1,14 +1,18 @@
 """Recovery: survivors are unchanged, lost shards are as saved; in both homes and under OAC."""
 
 import contextlib
+import dataclasses
+import errno
 import math
+import os
 import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from cpr_task import CAPACITY, ROWS, SCHEMES, SPEC, STEPS, TASK, batches, fresh, nothing, rows_of
+from cpr_task import CAPACITY, ROWS, SCHEMES, SPEC, STEPS, TASK, batches, fresh, loss, nothing, rows_of
 from equality import same
 from step_callbacks import at_step, failing_at
 from strategies import chosen
@@ -24,6 +28,7 @@ from jaxrec.cpr.saving import Saves
 from jaxrec.cpr.tracking import ranges_of, without_rows
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, plan
 from jaxrec.oac import Pipeline
+from jaxrec.table_use import BrokenEngine
 from jaxrec.types import DenseState, TrainState
 
 
@@ -833,3 +838,103 @@ def test_of_two_recoveries_the_second_is_refused_and_leaves_its_directory_untouc
         with Serial(TASK, fresh("host"), [one, two]):
             pass
     assert one.closed and files == {path: path.stat().st_mtime_ns for path in (tmp_path / "two").rglob("*")}
+
+
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_a_rollback_that_ends_amid_the_rows_breaks_the_engine_until_a_reset(tmp_path, kind, monkeypatch):
+    every, recovery = list(batches()), make(tmp_path, mode="full", failures={20: [1]})
+    left, with_shard = [3], HostTables.with_shard
+
+    def failing(tables, *given):
+        left[0] -= 1
+        if not left[0]:
+            raise OSError("the disk cannot be read")
+        return with_shard(tables, *given)
+
+    with kind(TASK, fresh("host"), [recovery]) as engine:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="cannot be read"):
+            patch.setattr(HostTables, "with_shard", failing)
+            engine.train(lambda step: every[step:])
+        with pytest.raises(BrokenEngine):
+            engine.train(lambda step: every[step:])
+        state, image = restore(tmp_path, fresh("host"))
+        engine.reset(state)
+        state = engine.train(lambda step: every[step:])
+        assert image.step == 16
+        assert all(same(rows_of(state, shard), rows_of(train("host"), shard)) for shard in range(4))
+
+
+@pytest.mark.parametrize("kind", [Serial, Pipeline])
+def test_a_snapshot_dropped_for_a_loss_does_not_keep_the_next_pick_waiting(tmp_path, kind):
+    """The loss of a batch at a save is infinite, its gradient is not, and the user goes on."""
+
+    def sometimes_infinite(params, activations, batch):
+        broken = batch.label > 1
+        found = loss(params, activations, batch._replace(label=jnp.where(broken, 0, batch.label)))
+        return found + jax.lax.stop_gradient(jnp.where(broken, jnp.inf, 0.0))
+
+    every = list(batches())
+    every[7] = every[7]._replace(label=np.full(12, 5, np.float32))
+    task = dataclasses.replace(TASK, loss=sometimes_infinite)
+    recovery = make(tmp_path, "mfu", fraction=1.0)
+    with kind(task, task.init({"w": jnp.ones(3)}, "host"), [recovery]) as engine:
+        stream = iter(every)
+        with pytest.raises(FloatingPointError, match="the loss is inf"):
+            engine.train(stream)
+        engine.train(stream)
+    assert recovery.saves >= 3
+
+
+def test_a_chain_that_cannot_be_merged_gives_way_to_a_base(tmp_path):
+    more = {"fraction": 1.0, "most_deltas": 3, "save_every_steps": 4, "pick_ahead_steps": 0}
+    with watched("host", tmp_path, "mfu", **more) as (engine, recovery):
+        engine.train(batches(0, 10))
+        recovery.recover([0])  # waits for the last save
+        damage(deltas(tmp_path)[0], 1)
+        with pytest.warns(UserWarning, match="cannot be merged"):
+            state = engine.train(batches(10, STEPS))
+            recovery.recover([0])
+    assert not recovery.failed_saves and len(images(tmp_path)) == 1
+    found, _ = restore(tmp_path, fresh("host"))
+    assert all(same(rows_of(found, shard), rows_of(state, shard)) for shard in range(4))
+
+
+@pytest.mark.parametrize("what", ["write_json", "remove_directory"])
+def test_a_base_counts_though_what_it_replaces_cannot_be_removed(tmp_path, what, monkeypatch):
+    def fail(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with watched("device", tmp_path, "mfu", fraction=1.0) as (engine, recovery):
+        engine.train(batches(0, 18))
+        recovery.recover([0])  # waits for the last save
+        damage(deltas(tmp_path)[0], 1)
+        with monkeypatch.context() as patch, SKIPPED, pytest.warns(UserWarning, match="the next save tries again"):
+            patch.setattr(f"jaxrec.checkpoint.row_deltas.{what}", fail)
+            recovery.recover([1])
+        engine.train(batches(18, STEPS))
+    assert [path.name for path in images(tmp_path)] == ["step_00000018"]
+    assert restore(tmp_path, fresh("device"))[1].step == STEPS
+
+
+def test_an_image_counts_though_those_before_it_cannot_be_removed(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    monkeypatch.setattr("jaxrec.checkpoint.checkpointer.remove_directory", fail)
+    with watched("host", tmp_path) as (engine, recovery), pytest.warns(UserWarning, match="could not be removed"):
+        engine.train(batches())
+        recovery.save_whole()
+    assert not recovery.failed_saves and images(tmp_path)[0].name == "step_00000040"
+
+
+def test_an_image_saved_within_a_recovery_records_it(tmp_path):
+    with watched("host", tmp_path, "mfu", fraction=1.0) as (engine, recovery):
+        engine.train(batches(0, 20))
+        recovery.recover([0])  # waits for the last save
+        damage(deltas(tmp_path)[0], 1)
+        with SKIPPED:
+            recovery.recover([1, 2])
+        live = recovery.pls, recovery.failed
+    assert live[1] == 3 and live[0] > 0
+    image = read_manifest(images(tmp_path)[0])
+    assert image.step == 20 and (image.extra["cpr"]["pls"], image.extra["cpr"]["failed"]) == live

@@ -1,5 +1,6 @@
 """A served model predicts what evaluate.py does, of the same rows, without jaxrec."""
 
+import datetime
 import json
 import subprocess
 import sys
@@ -81,13 +82,13 @@ def test_it_predicts_what_evaluate_does_without_jaxrec(tmp_path, model, widths):
 SCHEMA = """
 from jaxrec.data.tabular import *
 schema = Schema(
-    label="y", separator=";", missing=("none", "7"), split=AtRandom(0.8),
+    label="y", separator=";", missing=("none", "7", "8.5"), split=ByTime("when", train=0.8),
     features=[
         Categorical("name", min_count=1), Categorical("second", share="name"), Categorical("code", hash_cap=50),
         MultiHot("tags", "/", at_most=2, min_count=1),
         Sequence("seen", "|", last=2, share="name"), MultiHot("words", " ", hash_cap=20),
         Dense("price", log=True, standardise=True), Dense("age", missing=-1.5), Dense("same", standardise=True),
-        Dense("hour", buckets=(6, 12, 18)),
+        Dense("hour", buckets=(6, 12, 18)), MultiHot("version", ".", min_count=1), Dense("when", standardise=True),
     ],
 )
 """
@@ -109,7 +110,7 @@ NAMES = [
     "Ёлки",
     "x",
 ]
-NUMBERS = ["", "nan", "none", "7", "7.0", "0", "-4", "1e3", "12.25", "6", "18", "5.999", "1e-3"]
+NUMBERS = ["", "nan", "none", "7", "7.0", "8.50", "0", "-4", "1e3", "12.25", "6", "18", "5.999", "1e-3"]
 
 
 def odd_lines(rows, seed):
@@ -117,13 +118,14 @@ def odd_lines(rows, seed):
     draw = np.random.default_rng(seed)
     one = lambda choices: choices[draw.integers(len(choices))]
     many = lambda separator: separator.join(one(NAMES) for _ in range(draw.integers(0, 5)))
-    yield "y;name;second;code;tags;seen;words;price;age;same;hour"
+    yield "y;name;second;code;tags;seen;words;price;age;same;hour;version;when"
     for _ in range(rows):
         quoted = one(['"a;b"', '"say ""so"""', *NAMES])
         bags = many("/"), many("|"), many(" ")
-        yield ";".join(
-            [one("01"), quoted, one(NAMES), one(NAMES), *bags, one(NUMBERS), one(NUMBERS), "3.5", one(NUMBERS)]
-        )
+        numbers = [one(NUMBERS), one(NUMBERS), "3.5", one(NUMBERS)]
+        when = f"2024-01-{draw.integers(1, 29):02d} {draw.integers(0, 24):02d}:00"
+        version = one(("3.0", "3.1.2", "7", ""))
+        yield ";".join([one("01"), quoted, one(NAMES), one(NAMES), *bags, *numbers, version, when])
 
 
 def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
@@ -131,9 +133,8 @@ def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
     first = write_lines(tmp_path / "a.csv", odd_lines(400, 0))
     prepare([first], tmp_path / "prepared", open_schema(str(tmp_path / "schema.py")))
     about, categories = serving.described(tmp_path / "prepared")
-    new = write_lines(
-        tmp_path / "b.csv", [*odd_lines(300, 1), "1;unknown;unknown;unknown;unknown;unknown/x;;99;99;3.5;99"]
-    )
+    last = "1;unknown;unknown;unknown;unknown;unknown/x;;99;99;3.5;99;4.0;2025-01-01"
+    new = write_lines(tmp_path / "b.csv", [*odd_lines(300, 1), last])
     (wanted,) = read_rows([new], schema_of(tmp_path / "prepared"), tmp_path / "prepared")
     model = serve.Model.__new__(serve.Model)  # without weights
     model.about = json.loads(json.dumps(about))
@@ -142,7 +143,8 @@ def test_rows_become_the_inputs_that_the_library_makes_of_them(tmp_path):
     for name, found in ids.items():
         np.testing.assert_array_equal(found, wanted[f"ids.{name}"], err_msg=name)
     np.testing.assert_allclose(dense, wanted["dense"], rtol=1e-6)
-    assert set(ids) == {"sparse", "tags", "seen", "words"} and (ids["sparse"] == 1).any() and (ids["sparse"] == 0).any()
+    assert set(ids) == {"sparse", "tags", "seen", "words", "version"}
+    assert (ids["sparse"] == 1).any() and (ids["sparse"] == 0).any()
 
 
 def test_a_server_is_given_histories_and_reads_texts_in_their_encoding(tmp_path):
@@ -185,7 +187,8 @@ def test_a_request_may_have_lists_numbers_and_nothing(tmp_path):
     [
         ({"price": "1_0"}, "'1_0' is no number"),
         ({"price": " 3"}, "' 3' is no number"),
-        ({"user": b"u3"}, "b'u3' is bytes: decode it"),
+        ({"user": b"u3"}, "b'u3' is bytes: give it as text"),
+        ({"user": datetime.datetime(2024, 1, 1)}, "is datetime: give it as text"),
         (None, "row 0 has no 'price': give None if it is missing"),
     ],
 )

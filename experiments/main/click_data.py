@@ -13,7 +13,9 @@ seed, epochs, shuffling or batch size (except that each seed has its own synthet
 """
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +26,11 @@ import numpy as np
 import optax
 
 from jaxrec.bounds import whole_number
-from jaxrec.data.blocks import keys_of
+from jaxrec.data.blocks import keys_of, read_metadata
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
+from jaxrec.files import local_path
 from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 from main.model import Model, as_functions
@@ -36,6 +39,7 @@ from main.widths import initial_projections, projected
 
 DENSE_FEATURES = 13  # of Criteo's logs, and of the synthetic one
 TEST_BATCH = 2048  # independent of the batch size: test and validation examples stay the same
+_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 _ORDER = 4  # random stream, distinct from those of the synthetic log
 _WINDOWS_IN_A_ROW = 4  # of a loader, for one of which another trainer may read some rows too
 
@@ -162,6 +166,7 @@ class Data(NamedTuple):
     test: Callable[[], Iterator[Batch]]
     validation: Callable[[], Iterator[Batch]] | None = None  # if any rows are held out
     vocabulary_digest: str | None = None  # of the mapping from categories to rows
+    division: Mapping[str, Any] | None = None  # what divides the rows of files into training and test, as JSON
     expectation: str = ""  # result to expect, in words
     table: Mapping[str, Any] | None = None  # metadata of a prepared table
     best: dict[str, float] = {}  # noqa: RUF012  metrics of the teacher, if there is one; never changed
@@ -237,13 +242,30 @@ def synthetic_clicks(
     )
 
 
+def division_of(directory: Path) -> tuple[list, dict[str, Any]]:
+    """Return what divides the rows of a prepared directory: its texts in their order, and its options."""
+    metadata = read_metadata(local_path(directory))
+    options = {name: value for name, value in metadata["options"].items() if name not in _STORAGE}
+    return metadata.get("texts", []), options
+
+
+def division_told(directory: Path) -> dict[str, Any]:
+    """Return `division_of` as JSON values to save: the texts, and a digest of the options."""
+    texts, options = division_of(directory)
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
+    return {"texts": texts, "options": digest}
+
+
 def criteo_clicks(directory: Path, *sizes: int | None, **how: Any) -> Data:
     """Build batches of prepared Criteo rows, as `data_of_blocks`; validation is held out as the test set was."""
     from jaxrec.data.criteo import open_split
 
     split, test = open_split(directory, "train"), open_split(directory, "test")
     data = data_of_blocks(split, test, None, *sizes, at_random=split.metadata["options"]["split"] == "random", **how)
-    return data._replace(cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory))
+    return data._replace(
+        cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory),
+        division=division_told(directory),
+    )  # fmt: skip
 
 
 def criteo_of_seeds(paths: Sequence[Path], seed: int, *sizes: int | None, **how: Any) -> Callable[[int], Data]:

@@ -20,14 +20,13 @@ from jaxrec.checkpoint.row_deltas import is_delta
 from jaxrec.embedding import EmbeddingSpec, capacity_of
 from jaxrec.files import make_directory
 from jaxrec.prefetch import planned
-from jaxrec.ranking import group_auc
 from jaxrec.shadowsync import with_mean_replica
 from jaxrec.types import TrainState
 from main.cli import Run, say
 from main.click_data import Data
 from main.saving import Best
 from main.signals import Asked, Stopped
-from main.subsets import fields_of
+from main.subsets import fields_of, gauc
 from main.targets import evaluate, told
 
 LOSSES = 50  # averaged in a row of metrics
@@ -62,7 +61,7 @@ def resumed(
         run.grown()
         return state, None, Past([], {})
     # Rows of categories that came up after the image have their initial values.
-    state, image = restore(directory, state, grow=bool(_earlier_digests(data)))
+    state, image = restore(directory, state, grow=data.before is not None)
     if image.run != run.id:
         raise ValueError(f"{image.path} is of run {image.run}, not of this one ({run.id}): give another --workdir.")
     check_mapping(run, image.extra, data)
@@ -84,7 +83,9 @@ def resumed(
 
 def mapping_of(data: Data) -> dict[str, Any]:
     """Return what the rows and outputs of a run stand for, as JSON values to save with its states."""
-    return {"vocabulary_digest": data.vocabulary_digest, "targets": told(data.targets)}
+    return {
+        "vocabulary_digest": data.vocabulary_digest, "division": data.division, "targets": told(data.targets),
+    }  # fmt: skip
 
 
 def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
@@ -95,16 +96,18 @@ def check_mapping(run: Run, saved: Mapping[str, Any], data: Data) -> None:
             f"{run.directory} predicts {saved['targets']} (label, weight, mean and deviation), and its data now has "
             f"{now['targets']}: prepare the same sources again, or begin anew in another --workdir."
         )
-    if saved.get("vocabulary_digest") not in (None, data.vocabulary_digest, *_earlier_digests(data)):
-        raise ValueError(
-            f"{run.directory} was trained with another vocabulary than that of its data now: prepare the same sources "
-            "with the same options again, or begin anew in another --workdir."
-        )
+    every = [data, *_earlier(data)]
+    for name, what in (("vocabulary_digest", "vocabulary"), ("division", "division into training and test rows")):
+        if saved.get(name) not in (None, *(getattr(each, name) for each in every)):
+            raise ValueError(
+                f"{run.directory} was trained with another {what} than that of its data now: prepare the same sources "
+                "with the same options again, or begin anew in another --workdir."
+            )
 
 
-def _earlier_digests(data: Data) -> list[str | None]:
-    """Return the digests of the data of before, whose rows the run trains on first."""
-    return [] if data.before is None else [data.before.vocabulary_digest, *_earlier_digests(data.before)]
+def _earlier(data: Data) -> list[Data]:
+    """Return the data of before, whose rows the run trains on first."""
+    return [] if data.before is None else [data.before, *_earlier(data.before)]
 
 
 def check_seeds(run: Run, seeds: int) -> None:
@@ -358,7 +361,7 @@ class Recorder:
         if self.group is not None:
             logit, label, weight, *fields = map(np.concatenate, zip(*seen, strict=True))
             group = fields[0] if fields else self._keys(which, len(logit))
-            found["gauc"] = group_auc(logit, label, group, weight)["gauc"]
+            found["gauc"] = gauc(logit, label, group, weight, self.group, table if fields else None)["gauc"]
         return {f"{which}_{key}": value for key, value in found.items()}
 
     def _keys(self, which: str, rows: int) -> np.ndarray:

@@ -236,15 +236,16 @@ class RecoverySaves:
 
 
 def worth(metric: str, row: Mapping[str, Any]) -> float:
-    """Return a metric of a row, such as "validation_auc", with the sign that makes more of it better."""
-    return QUALITY[metric.partition("_")[2]] * row[metric]
+    """Return a metric of a row, such as "validation_auc", with the sign that makes more of it better, or NaN."""
+    value = row[metric]
+    return math.nan if value is None else QUALITY[metric.partition("_")[2]] * value  # null in a file
 
 
 def without_gain(history: Sequence[Mapping[str, Any]], metric: str) -> int:
     """Return how many rows are no better than the best one before them.
 
-    >>> without_gain([{"test_auc": auc} for auc in (0.6, 0.7, 0.65, 0.7, float("nan"), 0.71)], "test_auc")
-    3
+    >>> without_gain([{"test_auc": auc} for auc in (0.6, 0.7, 0.65, 0.7, float("nan"), None, 0.71)], "test_auc")
+    4
     """
     best, found = -math.inf, 0
     for row in history:

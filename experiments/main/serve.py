@@ -9,6 +9,7 @@ Legend: b rows, H categories of a bag.
 """
 
 import csv
+import datetime
 import itertools
 import json
 import math
@@ -41,6 +42,7 @@ class Model:
 
     def index(self, categories):
         """Set the rows of all categories; row 0 is for missing ones and row 1 for unknown ones."""
+        self._no_numbers = {float(text) for text in self.about["absent"] if _NUMBER.fullmatch(text)}
         self._rows = {table: {name: 2 + i for i, name in enumerate(names)} for table, names in categories.items()}
 
     def predict(self, ids, dense):
@@ -76,35 +78,43 @@ class Model:
         """Return a category without decimals of a whole number; None if there is none."""
         if text is None:
             return None
-        if isinstance(text, bytes):
-            raise ValueError(f"{text!r:.80} is bytes: decode it.")
+        if isinstance(text, bytes | datetime.date | datetime.time | datetime.timedelta | np.datetime64):
+            raise ValueError(f"{text!r:.80} is {type(text).__name__}: give it as text, as the training rows had it.")
         text = str(text).lower() if isinstance(text, bool | np.bool_) else str(text)
         text = re.sub(r"\A([+-]?[0-9]+)\.0+\Z", r"\1", text)
         return None if text in self.about["absent"] else text
 
-    def _number(self, text):
-        if (text := self._category(text)) is None:
+    def _number(self, feature, given):
+        """Return a number, NaN if it is missing; of a time, seconds since 1970."""
+        if (text := self._category(int(given) if isinstance(given, bool | np.bool_) else given)) is None:
             return math.nan
-        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
-            raise ValueError(f"{text!r:.80} is no number.")
-        return float(text)
+        if not _NUMBER.fullmatch(text):
+            if not feature["time"]:
+                raise ValueError(f"{text!r:.80} is no number.")
+            return _moment(text)
+        value = float(text)
+        return math.nan if value in self._no_numbers else value
 
     def _row_of(self, feature, text):
         """Return the row of the table that a category is looked up in."""
         if (name := self._category(text)) is None:
             return 0
         if feature["hash_cap"] is None:
-            return self._rows[feature["table"]].get(name, 1)
+            rows = self._rows[feature["table"]]
+            if isinstance(text, bool | np.bool_) and name not in rows:
+                name = name.title()  # as text has them that pandas writes
+            return rows.get(name, 1)
         return 1 + hashed(name, hashed(feature["table"])) % (feature["hash_cap"] - 1)
 
     def _bucket_of(self, feature, text):
-        value = self._number(text)
+        value = self._number(feature, text)
         return 0 if math.isnan(value) else 1 + int(np.searchsorted(feature["bounds"], value, side="right"))
 
     def _rows_of(self, feature, text):
         """Return the rows of the categories of a bag, given as text, as a list, or as one category."""
         if isinstance(text, str):
-            words = text.split(feature["separator"])
+            whole = self._category(text)  # first, as in the preparation
+            words = [] if whole is None else whole.split(feature["separator"])
         else:
             words = [*text] if isinstance(text, list | tuple | np.ndarray) else [text]
         words = [word for word in words if self._category(word) is not None]
@@ -112,7 +122,7 @@ class Model:
         return [self._row_of(feature, word) for word in words]
 
     def _value_of(self, feature, text):
-        value = self._number(text)
+        value = self._number(feature, text)
         if math.isnan(value):
             return feature["missing"]
         value = math.log1p(max(value, 0)) if feature["log"] else value
@@ -120,7 +130,17 @@ class Model:
         return min(max((value - feature["mean"]) / feature["deviation"], -limit), limit)
 
 
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _OF_KIND = {"category": Model._row_of, "bucket": Model._bucket_of, "bag": Model._rows_of, "number": Model._value_of}
+
+
+def _moment(text):
+    """Parse an ISO 8601 date and time: seconds since 1970, in UTC unless it names another zone."""
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{text!r:.80} is neither a number nor a date and time.") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def hashed(text, h=14695981039346656037):
@@ -136,6 +156,7 @@ def hashed(text, h=14695981039346656037):
 def rows_of(about, path):
     """Yield the rows of a text file as {column: text}."""
     how = about["text"]
+    csv.field_size_limit(1 << 30)
     with open(path, newline="", encoding=how["encoding"]) as file:
         split = lambda line: line.rstrip("\r\n").split(how["separator"])
         lines = csv.reader(file, delimiter=how["separator"]) if how["quote"] else map(split, file)
@@ -167,5 +188,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     try:
         main(*sys.argv[1:])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         sys.exit(f"error: {error}")

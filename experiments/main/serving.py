@@ -133,8 +133,10 @@ def described(directory: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
             mean, deviation = moments[feature.column] if feature.standardise else (0.0, 1.0)
             one |= {"kind": "number", "place": schema.dense.index(feature), "log": feature.log, "mean": mean}
             one |= {"deviation": deviation if deviation > 0 else 1.0, "missing": feature.missing}
+            one |= {"time": feature.column in schema.times}
         elif isinstance(feature, Dense):
             one |= {"kind": "bucket", "place": schema.single.index(feature.column), "bounds": feature.buckets}
+            one |= {"time": feature.column in schema.times}
         else:
             owner: Any = next(each for each in schema.features if each.column == table_of(feature))
             one |= {"table": owner.column, "hash_cap": owner.hash_cap}

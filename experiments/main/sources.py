@@ -16,7 +16,7 @@ from jaxrec.data.blocks import read_metadata
 from jaxrec.data.synthetic import SyntheticClicks, scaled_cardinalities
 from jaxrec.files import local_path
 from main.cli import belongs, refuse, say
-from main.click_data import Data, criteo_clicks, data_of_blocks, fields_of, synthetic_clicks
+from main.click_data import Data, criteo_clicks, data_of_blocks, division_told, fields_of, synthetic_clicks
 from main.table_data import open_rows, table_of, tables_by_field
 from main.targets import CLICK, Targets, targets_of
 
@@ -122,8 +122,8 @@ class Files(Source):
     --schema has made; or several, each prepared --onto the one before it, which are trained on in turn. The last one is
     validated and tested on."""
     validation_fraction: float = 0.0
-    """Share of the training rows held out for validation, such as 0.1: the last ones in time, or random ones if the
-    preparation split at random."""
+    """Share of the training rows held out for validation, such as 0.1: the last ones of the files, or random ones if
+    the preparation split at random."""
 
     def has_validation(self) -> bool:
         return self.validation_fraction > 0
@@ -259,15 +259,22 @@ class Tabular(Files):
             raise ValueError(
                 f"--validation-fraction {share}: {directory} has validation rows of its own. Leave it out."
             )
+        split = metadata["options"]["schema"]["split"][0][0]
+        if share and split == "ByTime":
+            raise ValueError(
+                f"--validation-fraction {share} takes the last rows of the files, which need not be the latest, and "
+                f"{directory} is split by time: prepare it with ByTime(..., validation={share:g}) instead."
+            )
         targets = self.targets()
         data = data_of_blocks(
             open_rows(directory, "train", targets), open_rows(directory, "test", targets),
             open_rows(directory, "validation", targets) if own else None, batch_size=batch_size, steps=self.steps,
-            at_random=metadata["options"]["schema"]["split"][0][0] == "AtRandom", **self._how(seed),
+            at_random=split == "AtRandom", **self._how(seed),
         )  # fmt: skip
         return data._replace(
             cardinalities=tuple(table["tables"].values()),
             vocabulary_digest=table["digest"],
+            division=division_told(directory),
             table=table,
             targets=targets,
             expectation=expectation(targets, table, metadata["label_mean"]["train"]),

@@ -4,6 +4,7 @@ Used by evaluate.py on the row ids of categorical fields: the categories of a pr
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jaxrec.embedding import EmbeddingSpec, Lookup
 from jaxrec.ranking import auc_interval, by_segment, group_auc
 from jaxrec.types import Batch
 from main.cli import grid
+from main.table_data import tables_by_field, with_vocabulary
 
 SHOWN, OTHERS = 20, "others"  # segments of a field that have separate lines; the rest share one
 Table = Mapping[str, Any] | None
@@ -75,6 +77,33 @@ def fields_of(spec: EmbeddingSpec, batch: Batch, names: Sequence[str], table: Ta
     return found
 
 
+def gauc(
+    logit: np.ndarray, label: np.ndarray, values: np.ndarray, weight: np.ndarray, field: str, table: Table = None
+) -> dict[str, float]:
+    """Return `group_auc` of an evaluation; missing and unknown categories of a prepared table are in no group.
+
+    Unknown ones share a row: as a group, all new users were one.
+
+    Args:
+      logit, label, weight: f32[n].
+      values: [n], from `fields_of`, or a key of the table.
+      field: their name.
+
+    >>> table = {"sparse": ["user"], "bags": {}, "features": {"user": {"distinct": 5}}}
+    >>> logit, label, user = np.arange(6.0), np.array([0, 1, 1, 0, 0, 1]), np.array([2, 2, 1, 1, 1, 1])
+    >>> {name: round(value, 2) for name, value in gauc(logit, label, user, np.ones(6), "user", table).items()}
+    {'gauc': 1.0, 'groups': 1, 'groups_counted': 1, 'share_counted': 0.33}
+    """
+    first = 0  # row that a category can have
+    if table is not None and field in tables_by_field(table):
+        first = 2 if field in with_vocabulary(table) else 1
+    known = np.where(values >= first, weight, 0) if first else weight
+    if not known.any():
+        return {"gauc": math.nan, "groups": 0, "groups_counted": 0, "share_counted": 0.0}
+    found = group_auc(logit, label, values, known)
+    return found | {"share_counted": found["share_counted"] * float(known.sum() / weight.sum())}
+
+
 def figures(
     logit: np.ndarray,
     label: np.ndarray,
@@ -83,6 +112,7 @@ def figures(
     group: str | None,
     segments: Sequence[str],
     bootstrap: int,
+    table: Table = None,
 ) -> dict[str, Any]:
     """Return the figures of the parts for results.json; undefined ones are NaN.
 
@@ -101,7 +131,7 @@ def figures(
     if bootstrap:
         _, results["auc_low"], results["auc_high"] = auc_interval(logit, label, weight, bootstrap)
     if group:
-        results |= group_auc(logit, label, fields[group], weight)
+        results |= gauc(logit, label, fields[group], weight, group, table)
     for name in segments:
         for value, found in by_segment(logit, label, _largest(fields[name]), weight).items():
             results |= {f"segment_{name}_{value}_{key}": found[key] for key in FIGURES}

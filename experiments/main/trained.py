@@ -11,20 +11,17 @@ import optax
 
 from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest, spec_of
 from jaxrec.checkpoint.format import is_image, number_of
-from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
 from jaxrec.files import local_path
-from main.click_data import ClickJob, click_job, fields_of
+from main.click_data import ClickJob, click_job, division_of, division_told, fields_of
 from main.model import model_of, of_run
 from main.run_dir import BEST
 from main.signals import say
 from main.sources import PREPARATION, Criteo, prepared_directory
 from main.table_data import table_job, table_of
 from main.targets import Targets, of_told, targets_of
-
-_STORAGE = ("block_rows", "blocks_per_shard", "max_bad_rows", "format")  # options that do not divide rows into splits
 
 
 class Trained(NamedTuple):
@@ -210,7 +207,7 @@ def refuse_trained_rows(own: Path, other: Path) -> None:
 
     Ids alone do not tell: hashed ones are the same in every division.
     """
-    (texts, options), (its_texts, its_options) = map(_division, (own, other))
+    (texts, options), (its_texts, its_options) = map(division_of, (own, other))
     if any(text in its_texts for text in texts) and (texts, options) != (its_texts, its_options):
         raise ValueError(
             f"{other} divides rows of {own} otherwise, so that the run may have been trained on some of its test rows: "
@@ -218,11 +215,15 @@ def refuse_trained_rows(own: Path, other: Path) -> None:
         )
 
 
-def _division(directory):
-    """What divides the rows of a prepared directory: its texts in their order, and its options."""
-    metadata = read_metadata(local_path(directory))
-    options = {name: value for name, value in metadata["options"].items() if name not in _STORAGE}
-    return metadata.get("texts", []), options
+def refuse_other_division(run: Trained, directory: Path) -> None:
+    """Refuse the prepared directory of a run if it divides rows otherwise than when the run was trained on them."""
+    noted, now = run.image.extra.get("division"), division_told(directory)
+    if noted and noted != now and any(text in noted["texts"] for text in now["texts"]):
+        raise ValueError(
+            f"{directory} divides its rows otherwise than when {run.directory} was trained, so that the run may have "
+            "been trained on some of its test rows: prepare the same sources with the same options again, or give "
+            "--path with other rows."
+        )
 
 
 def refuse_other_ids(run: Trained, directory: Path, tables: Mapping[str, int], digest: str) -> None:

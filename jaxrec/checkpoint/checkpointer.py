@@ -298,6 +298,13 @@ class Checkpointer(BackgroundSaver, Callback):
 
     def _write(self, path: Path, image: Snapshot) -> Image:
         written = write_image(path, image, replace=True)
+        try:
+            self._prune()
+        except OSError as error:
+            warnings.warn(f"older images could not be removed, and the next save tries again: {error}", stacklevel=2)
+        return written
+
+    def _prune(self) -> None:
         stay, found = set(needed(self.directory)), images(self.directory)
         if self._keep_period is not None:
             first = {number_of(image) // self._keep_period: image.name for image in found}  # the newest come first
@@ -305,4 +312,3 @@ class Checkpointer(BackgroundSaver, Callback):
         for old in found[self._keep :]:
             if old.name not in stay:
                 remove_directory(old)
-        return written

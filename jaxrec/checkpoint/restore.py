@@ -62,7 +62,8 @@ def restore(path: str | Path, template: TrainState, grow: bool = False) -> tuple
       ValueError: there is no image, or it is of other tables, slots or another model (names the difference).
       DamagedImage: the image at `path`, or every image of the directory, is damaged.
 
-    If another process saves and prunes in the directory meanwhile, the newest images are looked up again.
+    If another process saves and prunes in the directory meanwhile, the newest images are looked up again. After an
+    error in reading, or an interrupt, the template may hold rows of both.
     """
     return with_chain(path, lambda found: fill(found, template, grow=grow))
 
@@ -112,7 +113,12 @@ def fill(
         with tables.overwriting(step=image.step):
             return TrainState(placed, restore_shards(image.path, tables, range(spec.shards))[0]), image
     saved_spec = spec_of(found[0])  # its shards and initial rows may be others
-    saved_layout = Layout({name: tables.layout[name] for name in saved_spec.stacks})
+    saved_layout = Layout(  # in a template that only predicts, the dtype may be another
+        {
+            name: {part: one._replace(dtype=saved[part][1]) for part, one in tables.layout[name].items()}
+            for name, saved in found[0].layout.items()
+        }
+    )
     saved_rows = rows_of_chain(found, saved_spec, saved_layout, range(image.shards))
     # In order, which determines the row numbers.
     same = [*tables_of(saved_spec).items()] == [*tables_of(spec).items()]
@@ -195,7 +201,7 @@ def rows_of_chain(
     size = sum(
         spec.stacks[name].rows_per_shard * part.row_bytes for name, parts in layout.items() for part in parts.values()
     )
-    most = max(1, _GROUP_BYTES // size)
+    most = max(1, _GROUP_BYTES // max(1, size))
     for first in range(0, len(shards), most):
         keys = list(itertools.product(layout, shards[first : first + most]))
         yield from _rows_of_group(found, spec.shards, layout, keys, initial).items()
@@ -322,7 +328,7 @@ def restore_each(
     known: Verified = {}
     found = [shard_source(sources, shard, known) if sources else (None, []) for shard in shards]
     # One warning, for the shard that skipped the most images.
-    warn_skipped(max((damaged for _, damaged in found), key=len))
+    warn_skipped(max((damaged for _, damaged in found), key=len, default=[]))
     for source in dict.fromkeys(path for path, _ in found):
         its_shards = [shard for shard, (path, _) in zip(shards, found, strict=True) if path == source]
         tables, _ = restore_shards(source, tables, its_shards)

@@ -44,6 +44,8 @@ from jaxrec.embedding.tables import RowIds
 from jaxrec.files import local_path, remove_directory, write_json
 from jaxrec.types import DenseState
 
+_LEFT = "row deltas could not be merged or removed, and the next save tries again: {}"
+
 
 def newest_first(directory: str | Path) -> list[Path]:
     """Return the images and deltas of a directory, latest step first, and an image before a delta of the same step.
@@ -261,6 +263,7 @@ class RowCheckpointer(BackgroundSaver):
 
     Attributes:
       chain: {name: digest} of the images in the chain, oldest first.
+      damaged: whether an image of the chain is, so that no more deltas should be saved over it.
 
     Raises:
       ValueError: the directory holds images of another run, or intact deltas that are newer than the base and would be
@@ -288,7 +291,7 @@ class RowCheckpointer(BackgroundSaver):
 
     def _reserve(self, found: list[Image]) -> None:
         """Set the parents of the next delta; also record the base on disk, so that no `Checkpointer` removes it."""
-        self.chain = {image.path.name: image.digest for image in found}
+        self.chain, self.damaged = {image.path.name: image.digest for image in found}, False
         if found and not is_delta(found[0].path.name):
             write_json(self.directory / CHAIN, [found[0].path.name])
 
@@ -331,8 +334,12 @@ class RowCheckpointer(BackgroundSaver):
           base: image in the directory, from `Checkpointer`.
         """
         self.wait()
-        self._reserve(ancestors(self.directory, base))
-        self._tidy()
+        found = ancestors(self.directory, base)
+        try:  # the base is saved, and stands for itself if the rest fails
+            self._reserve(found)
+            self._tidy()
+        except OSError as error:
+            warnings.warn(_LEFT.format(error), stacklevel=2)
 
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
@@ -344,9 +351,11 @@ class RowCheckpointer(BackgroundSaver):
                 self.bytes_written += merged.nbytes
                 self.chain = {**merged.parents, merged.path.name: merged.digest}
             self._tidy()
+        except DamagedImage as error:
+            self.damaged = True
+            warnings.warn(f"row deltas cannot be merged: {error}", stacklevel=2)
         except OSError as error:
-            said = f"row deltas could not be merged or removed, and the next save tries again: {error}"
-            warnings.warn(said, stacklevel=2)
+            warnings.warn(_LEFT.format(error), stacklevel=2)
         return written
 
     def _tidy(self) -> None:

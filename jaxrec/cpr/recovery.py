@@ -271,6 +271,10 @@ class Recovery(Callback):
         if base_wanted:
             self._saves.save_base(state, must_succeed=True)
 
+    def _drop(self, step):
+        if self._row_tracker:
+            self._row_tracker.end_snapshot(step)  # else the next pick would wait for it
+
     def end(self, error: BaseException | None) -> None:
         """Save all rows if no error ends the block, wait for the last save, and unlock the directory."""
         self.closed = True
@@ -298,7 +302,7 @@ class Recovery(Callback):
             self._saves.require_base()
         self._seen_step = step
         if due:
-            self._engine.snapshot_at(step, functools.partial(self._save_snapshot, step))
+            self._engine.snapshot_at(step, functools.partial(self._save_snapshot, step), lambda: self._drop(step))
         if self._row_tracker:
             if due:
                 # Before this batch is reported, which then waits for the save: that tracks it, except for the rows that
@@ -415,6 +419,9 @@ class Recovery(Callback):
         saved = [_saved_up_to(source) if source and damaged else self._saves.regular for source, damaged in sources]
         if self._row_tracker:
             self._row_tracker.restored(tables, shards)
+        # Counted once all shards are restored: if a restore raises, no figure has changed. A save below records them.
+        self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
+        self.failed += len(saved)
         skipped = candidates[: max(len(damaged) for _, damaged in sources)]
         if skipped and self._row_tracker:
             # A damaged chain must not grow.
@@ -422,9 +429,6 @@ class Recovery(Callback):
         for path in () if self._row_tracker else skipped:
             mark_damaged(path)  # so that it does not count towards the images to keep
             self._saves.whole_step = -1  # what it held is in no image
-        # Counted once all shards are restored: if a restore raises, no figure has changed.
-        self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
-        self.failed += len(saved)
         return tables
 
     def _go_back(self, lost):

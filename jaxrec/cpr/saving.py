@@ -156,7 +156,7 @@ class Saves:
             self.saves += 1
             self._checkpointer.save(state, self._figures(step, step))
             self._pending_regular = step
-        elif self._needs_base:
+        elif self._needs_base or self._row_checkpointer.damaged:
             self._row_tracker.await_pick(step)  # discarded, as all rows are saved
             self._row_tracker.track_until(step)
             # First, as the base starts trackers afresh: the last save's pick must not be subtracted from those.

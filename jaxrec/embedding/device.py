@@ -171,4 +171,5 @@ _read = jax.jit(lambda tables, plans: tables.read(plans))
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _set_shard(table, shard, rows, sharding):
-    return jax.lax.with_sharding_constraint(table.at[shard, : len(rows)].set(rows), sharding)
+    new = table.at[shard, : len(rows)].set(rows.astype(table.dtype))
+    return jax.lax.with_sharding_constraint(new, sharding)

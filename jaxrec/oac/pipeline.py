@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
-from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
+from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure, is_torn
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.flight import Flight
 from jaxrec.oac.guard import GuardedTables, TableProgress
@@ -440,6 +440,10 @@ class Pipeline(Engine):
         self._progress.refuse_broken()
         self._raise_failures()
         self._progress.refuse_others(self.tables)
+
+    def _break_if_torn(self, error: BaseException) -> None:
+        if is_torn(self._progress.tables):
+            self.flight.lose_rows(self.step, error)
 
     def _refuse_elsewhere(self):
         """Raise on another thread than the one that iterates, whose step may donate the dense state at any time."""

@@ -174,7 +174,11 @@ class FreeTrainers(Engine):
     def _save_snapshots(self):
         while snapshot := self._snapshots.due(self.step):
             self._snapshots.mark_taken(snapshot)
-            check_finite(self._state.dense)
+            try:
+                check_finite(self._state.dense)
+            except FloatingPointError:
+                snapshot.dropped()
+                raise
             snapshot.save(self._state)
 
     def _stretch(self, splitter) -> dict[str, Any]:
@@ -238,14 +242,16 @@ class FreeTrainers(Engine):
             )
         self._state = self._state._replace(tables=changed)
 
-    def snapshot_at(self, step: int, save: Callable[[TrainState], Any]) -> None:
+    def snapshot_at(
+        self, step: int, save: Callable[[TrainState], Any], dropped: Callable[[], object] = lambda: None
+    ) -> None:
         """See `Engine`; only of the step of `info`, as free trainers are not idle after another one."""
         if step != self.step or not self._in_callback:
             raise ValueError(
                 f"free trainers have no snapshot after step {step}: save in `after_step`, where all rest, or announce "
                 "info.step there."
             )
-        super().snapshot_at(step, save)
+        super().snapshot_at(step, save, dropped)
 
     def lose(self, shards: Iterable[int]) -> None:
         """Raise ValueError: a shard is restored to a step, and free trainers have no common step."""

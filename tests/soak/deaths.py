@@ -27,7 +27,7 @@ class Noting:
 
     missed: tuple[int, ...] = ()
 
-    def snapshot_at(self, step, save):
+    def snapshot_at(self, step, save, dropped=lambda: None):
         """Save at a step, see the engine."""
         notes = self.__dict__.setdefault("notes", {})  # {step of a snapshot: whether it was saved}
 
@@ -39,7 +39,7 @@ class Noting:
             notes[step] = True
 
         notes[step] = False
-        super().snapshot_at(step, noted)  # type: ignore[misc]
+        super().snapshot_at(step, noted, dropped)  # type: ignore[misc]
 
 
 class NotingSerial(Noting, Serial):

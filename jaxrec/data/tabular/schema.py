@@ -175,9 +175,10 @@ class Dense:
         object.__setattr__(self, "buckets", tuple(self.buckets))
         if not all(low < high for low, high in zip(self.buckets, self.buckets[1:], strict=False)):
             raise ValueError(f"buckets of {self.column!r} must ascend, got {self.buckets}.")
-        if self.buckets and (self.log or self.standardise):
+        if self.buckets and (self.log or self.standardise or self.missing):
             raise ValueError(
-                f"Dense({self.column!r}) has buckets, which take the number as it is: leave out log and standardise."
+                f"Dense({self.column!r}) has buckets, which take the number as it is, and a row for missing ones: "
+                "leave out log, standardise and missing."
             )
 
 
