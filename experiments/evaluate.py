@@ -146,14 +146,12 @@ def has_raw_files(config: Config) -> bool:
 
 def chosen(config: Config, run: Trained, own: Path, *earlier: Path) -> Path:
     """Return the prepared directory of --path, or the run's own, the last; it must test nothing that it trained on."""
-    if not config.path:
-        if config.split != "train":
-            refuse_other_division(run, own)
-        return own
+    directory = config.path[0] if config.path else own
     if config.split != "train":
-        for each in (own, *earlier):
-            refuse_trained_rows(each, config.path[0])
-    return config.path[0]
+        refuse_other_division(run, directory)
+        for each in (own, *earlier) if config.path else ():
+            refuse_trained_rows(each, directory)
+    return directory
 
 
 def examples_of_table(config: Config, run: Trained) -> Examples:

@@ -27,12 +27,6 @@ from jaxrec.types import Batch, DenseState, Plan, ShardsLost, TrainState
 from jaxrec.validate import check_finite, check_not_donated, donated
 
 
-def is_torn(tables: Tables) -> bool:
-    """Return whether rows on the host have been overwritten in part, by a put or a restore that did not end."""
-    hosted = tables.hosted
-    return hosted is not None and bool((hosted.puts[:, 0] != hosted.puts[:, 1]).any())
-
-
 def first_failure(failures: Sequence[BaseException]) -> BaseException:
     """Return the first of several failures, with the others noted on it."""
     add_failures(failures[0], failures[1:])
@@ -64,7 +58,7 @@ class Snapshot(NamedTuple):
 
     step: int
     save: Callable[[TrainState], Any]
-    dropped: Callable[[], object]  # called in place of `save` if the state is not finite
+    dropped: Callable[[], object]  # called in place of `save`
 
 
 class SnapshotSchedule:
@@ -285,17 +279,23 @@ class Engine:
                     raise
                 # Only here has the run ended, so that the state of the engine may be replaced.
                 self._going_back = True
+                before = self._puts()
                 try:
                     back.go_back()
                 except BaseException as error:
-                    self._break_if_torn(error)
+                    if not np.array_equal(before, self._puts()):  # it has ended amid the rows
+                        self._break(error)
                     raise
                 finally:
                     self._going_back = False
             stream = self._stream_of(batches(self.step))
 
-    def _break_if_torn(self, error: BaseException) -> None:
-        """Refuse everything but `reset` from here on, if a restore that has failed has overwritten some of the rows."""
+    def _puts(self) -> np.ndarray:
+        """Return the puts to rows on the host that have begun and ended so far."""
+        return np.zeros(0)
+
+    def _break(self, error: BaseException) -> None:
+        """Refuse everything but `reset` from here on."""
 
     def _stream_of(self, batches: Iterable[Batch]) -> Stream:
         """Return the stream of an iterable: the one of the last run if its iterator is the same."""
@@ -447,7 +447,8 @@ class Engine:
         Args:
           step: number of a step that is not committed yet; in `after_step` also that of `info`.
           save: (TrainState) -> anything, for example `Checkpointer.save`.
-          dropped: called instead if a loss or a dense parameter is not finite.
+          dropped: called instead if a loss or a dense parameter is not finite, or if the block ends before; not by
+            `reset`.
 
         Raises:
           ValueError: the step is committed.
@@ -642,9 +643,12 @@ class Serial(Engine):
             steps = self._use.table_steps() if self._use else unknown
             raise BrokenEngine(dense_step, steps, self._broken) from self._broken
 
-    def _break_if_torn(self, error: BaseException) -> None:
-        if is_torn(self._state.tables):
-            self._broken = error
+    def _puts(self) -> np.ndarray:
+        hosted = self._state.tables.hosted
+        return np.zeros(0) if hosted is None else np.array(hosted.puts)
+
+    def _break(self, error: BaseException) -> None:
+        self._broken = error
 
     def _over(self, stream):
         # Rows that the host moves are planned there.

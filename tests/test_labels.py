@@ -251,8 +251,15 @@ def test_a_run_tests_no_rows_that_it_has_trained_on_though_its_table_was_prepare
         evaluate.main(evaluate.Config(run, workdir=tmp_path / "look"))
     with pytest.raises(ValueError, match="was trained with another division into training and test rows"):
         trained(run, own, "click", resume=True, epochs=3)
+    with pytest.raises(ValueError, match="own divides its rows otherwise than when .*run was trained"):
+        evaluate.main(evaluate.Config(run, workdir=tmp_path / "look", path=(own,)))
     found = evaluate.main(evaluate.Config(run, workdir=tmp_path / "again", path=(tmp_path / "own.parquet",)))
     assert found["rows"] > 0  # all rows, as the user says so
+    shutil.rmtree(own)  # with another key rows are divided as before
+    features = [Categorical("user", hash_cap=50), Categorical("item", hash_cap=20)]
+    schema = Schema(SCHEMA.label, features, split=AtRandom(seed=0), keys=["request"])
+    prepare([tmp_path / "own.parquet"], own, schema)
+    assert evaluate.main(evaluate.Config(run, workdir=tmp_path / "keyed"))["rows"] < found["rows"]
 
 
 def test_a_table_by_time_has_validation_rows_by_its_schema_alone(tmp_path):

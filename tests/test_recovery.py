@@ -908,7 +908,7 @@ def test_a_base_counts_though_what_it_replaces_cannot_be_removed(tmp_path, what,
         engine.train(batches(0, 18))
         recovery.recover([0])  # waits for the last save
         damage(deltas(tmp_path)[0], 1)
-        with monkeypatch.context() as patch, SKIPPED, pytest.warns(UserWarning, match="the next save tries again"):
+        with monkeypatch.context() as patch, SKIPPED, pytest.warns(UserWarning, match="could not be removed, or"):
             patch.setattr(f"jaxrec.checkpoint.row_deltas.{what}", fail)
             recovery.recover([1])
         engine.train(batches(18, STEPS))

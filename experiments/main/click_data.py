@@ -250,8 +250,13 @@ def division_of(directory: Path) -> tuple[list, dict[str, Any]]:
 
 
 def division_told(directory: Path) -> dict[str, Any]:
-    """Return `division_of` as JSON values to save: the texts, and a digest of the options."""
+    """Return `division_of` as JSON values to save: the texts, and a digest of the options.
+
+    Of those of a schema only the split, and what makes rows valid: with other keys the rows are divided alike.
+    """
     texts, options = division_of(directory)
+    if "schema" in options:
+        options = {name: options["schema"].get(name) for name in ("split", "label", "weight", "missing")}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
     return {"texts": texts, "options": digest}
 

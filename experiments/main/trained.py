@@ -222,7 +222,7 @@ def refuse_other_division(run: Trained, directory: Path) -> None:
         raise ValueError(
             f"{directory} divides its rows otherwise than when {run.directory} was trained, so that the run may have "
             "been trained on some of its test rows: prepare the same sources with the same options again, or give "
-            "--path with other rows."
+            "other rows as --path."
         )
 
 

@@ -63,7 +63,7 @@ def restore(path: str | Path, template: TrainState, grow: bool = False) -> tuple
       DamagedImage: the image at `path`, or every image of the directory, is damaged.
 
     If another process saves and prunes in the directory meanwhile, the newest images are looked up again. After an
-    error in reading, or an interrupt, the template may hold rows of both.
+    error in reading, or an interrupt, tables of the template on the host may hold some rows of the image already.
     """
     return with_chain(path, lambda found: fill(found, template, grow=grow))
 

@@ -44,8 +44,6 @@ from jaxrec.embedding.tables import RowIds
 from jaxrec.files import local_path, remove_directory, write_json
 from jaxrec.types import DenseState
 
-_LEFT = "row deltas could not be merged or removed, and the next save tries again: {}"
-
 
 def newest_first(directory: str | Path) -> list[Path]:
     """Return the images and deltas of a directory, latest step first, and an image before a delta of the same step.
@@ -339,7 +337,10 @@ class RowCheckpointer(BackgroundSaver):
             self._reserve(found)
             self._tidy()
         except OSError as error:
-            warnings.warn(_LEFT.format(error), stacklevel=2)
+            said = (
+                f"the deltas before {Path(base).name} could not be removed, or it be noted as their successor: {error}"
+            )
+            warnings.warn(said, stacklevel=2)
 
     def _commit(self, image: Snapshot) -> Image:
         written = write_delta(self.directory, image)
@@ -355,7 +356,8 @@ class RowCheckpointer(BackgroundSaver):
             self.damaged = True
             warnings.warn(f"row deltas cannot be merged: {error}", stacklevel=2)
         except OSError as error:
-            warnings.warn(_LEFT.format(error), stacklevel=2)
+            said = f"row deltas could not be merged or removed, and the next save tries again: {error}"
+            warnings.warn(said, stacklevel=2)
         return written
 
     def _tidy(self) -> None:

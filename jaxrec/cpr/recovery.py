@@ -302,7 +302,9 @@ class Recovery(Callback):
             self._saves.require_base()
         self._seen_step = step
         if due:
-            self._engine.snapshot_at(step, functools.partial(self._save_snapshot, step), lambda: self._drop(step))
+            self._engine.snapshot_at(
+                step, functools.partial(self._save_snapshot, step), functools.partial(self._drop, step)
+            )
         if self._row_tracker:
             if due:
                 # Before this batch is reported, which then waits for the save: that tracks it, except for the rows that
@@ -420,12 +422,17 @@ class Recovery(Callback):
         if self._row_tracker:
             self._row_tracker.restored(tables, shards)
         # Counted once all shards are restored: if a restore raises, no figure has changed. A save below records them.
+        before = self.pls, self.failed
         self.pls += sum(self._lost_portion(step, at, 1) for at in saved)
         self.failed += len(saved)
         skipped = candidates[: max(len(damaged) for _, damaged in sources)]
         if skipped and self._row_tracker:
             # A damaged chain must not grow.
-            self._saves.save_base(at_step(state._replace(tables=tables), step))
+            try:
+                self._saves.save_base(at_step(state._replace(tables=tables), step))
+            except ShardsLost:  # all of them are restored again
+                self.pls, self.failed = before
+                raise
         for path in () if self._row_tracker else skipped:
             mark_damaged(path)  # so that it does not count towards the images to keep
             self._saves.whole_step = -1  # what it held is in no image

@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
-from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure, is_torn
+from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.flight import Flight
 from jaxrec.oac.guard import GuardedTables, TableProgress
@@ -441,9 +442,11 @@ class Pipeline(Engine):
         self._raise_failures()
         self._progress.refuse_others(self.tables)
 
-    def _break_if_torn(self, error: BaseException) -> None:
-        if is_torn(self._progress.tables):
-            self.flight.lose_rows(self.step, error)
+    def _puts(self) -> np.ndarray:
+        return np.array(self._progress.tables.puts)
+
+    def _break(self, error: BaseException) -> None:
+        self.flight.lose_rows(self.step, error)
 
     def _refuse_elsewhere(self):
         """Raise on another thread than the one that iterates, whose step may donate the dense state at any time."""

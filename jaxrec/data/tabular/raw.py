@@ -15,8 +15,8 @@ from jaxrec.data.tabular.encode import arrays, buckets, categories, encoders, ro
 from jaxrec.data.tabular.histories import before, open_logs
 from jaxrec.data.tabular.preparation import look_of, metadata_of
 from jaxrec.data.tabular.reading import read_pieces, read_table
-from jaxrec.data.tabular.schema import Categorical, Dense, Schema, is_bucketed, restored
-from jaxrec.data.tabular.splits import ByRows, ByTime
+from jaxrec.data.tabular.schema import Categorical, Schema, is_bucketed, restored
+from jaxrec.data.tabular.splits import ByRows
 from jaxrec.files import local_path
 
 
@@ -72,11 +72,11 @@ def read_rows(
     directory = local_path(directory)
     table = metadata_of(directory)["table"]
     look, logs = look_of(directory, table, schema), open_logs(directory, schema, table)
-    schema = _as_read(schema, labelled, keys_in(sources, schema))
+    times, schema = schema.times, _as_read(schema, labelled, keys_in(sources, schema))
     ids_of, moments = encoders(schema, look.vocabularies), look.summary["moments"]
     histories = functools.partial(before, logs)
     for piece in read_pieces(local_files(sources), schema):
-        rows = read_table(piece, schema)
+        rows = read_table(piece, schema, times)
         if rows.bad_rows:
             raise ValueError(f"{rows.why}. Correct it: every row is predicted.")
         yield arrays(schema, rows.frame, ids_of, moments, histories)
@@ -175,9 +175,7 @@ def _vocabulary(feature: Any, schema: Schema, known: dict[str, list[str]], ids_o
 
 def _as_read(schema: Schema, labelled: bool, keys: tuple[str, ...] = ()) -> Schema:
     """Return the schema without its split, without labels and weights if not labelled, and with some of its keys."""
-    numbers = {feature.column for feature in schema.features if isinstance(feature, Dense)}
-    dates = isinstance(schema.split, ByTime) and schema.split.column in numbers  # they are numbers by the split alone
-    found = dataclasses.replace(schema, split=schema.split if dates else ByRows(), keys=keys)
+    found = dataclasses.replace(schema, split=ByRows(), keys=keys)
     if not labelled:
         object.__setattr__(found, "label", ())  # the constructor requires a label
         object.__setattr__(found, "weight", None)

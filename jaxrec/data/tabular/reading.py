@@ -140,12 +140,16 @@ def _parquet(path: Path, schema: Schema, known) -> Iterator[Piece]:
         raise ValueError(f"{path} is no whole Parquet file ({why}): write it again.") from error
 
 
-def read_table(piece: Piece, schema: Schema) -> Table:
-    """Validate and convert the rows of a piece; malformed rows are left out and named."""
+def read_table(piece: Piece, schema: Schema, times: Sequence[str] = ()) -> Table:
+    """Validate and convert the rows of a piece; malformed rows are left out and named.
+
+    Args:
+      times: further columns whose numbers may be dates, as of a split that the schema has no more.
+    """
     good, wrong, frame = np.ones(piece.rows, bool), "", piece.content
     if isinstance(frame, bytes):
         good, wrong, frame = _fields(piece, schema)
-    typed, fits, rule = _typed(frame, schema, piece)
+    typed, fits, rule = _typed(frame, schema, piece, times)
     at = np.flatnonzero(good)
     of_value = at[~fits]
     if len(of_value) and (good.all() or of_value[0] < np.argmin(good)):
@@ -195,7 +199,7 @@ def _fields(piece: Piece, schema: Schema) -> tuple[np.ndarray, str, Any]:
     return good, wrong, frame
 
 
-def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
+def _typed(frame, schema: Schema, piece: Piece, times: Sequence[str]) -> tuple[Any, np.ndarray, str]:
     """Return the columns by role, which rows have valid values (bool[n]), and the fault of the first that has not."""
     import polars as pl
 
@@ -203,7 +207,7 @@ def _typed(frame, schema: Schema, piece: Piece) -> tuple[Any, np.ndarray, str]:
 
     def number(name, needed, rule="a number", fits=None, missing=schema.missing):
         series = frame[name]
-        known, absent = _known(pl, series, name in schema.times, missing, piece)
+        known, absent = _known(pl, series, name in (*schema.times, *times), missing, piece)
         ok = known.is_finite().fill_null(False) if fits is None else fits(known).fill_null(False)
         if missing and needed:
             rule += " that is not one of missing=... of the schema"

@@ -329,8 +329,11 @@ def restored(described: Mapping[str, Any]) -> Schema:
     >>> restored(schema.described()) == schema
     True
     """
+    # Of tables prepared before this was refused, and which never looked at it.
+    read = lambda fields: fields | {"missing": 0.0} if fields.get("buckets") else fields
     made = {
-        name: [_KINDS[kind](**fields) for kind, fields in described[name]] for name in ("label", "features", "split")
+        name: [_KINDS[kind](**read(fields)) for kind, fields in described[name]]
+        for name in ("label", "features", "split")
     }
     return Schema(**{**described, **made, "split": made["split"][0]})
 
