@@ -68,13 +68,11 @@ class SnapshotSchedule:
         self._pending: list[Snapshot] = []
         self._unwarned: set[int] = set()  # steps to warn of if a run ends before them
 
-    def announce(
-        self, step: int, now: int, save: Callable[[TrainState], Any], dropped: Callable[[], object]
-    ) -> None:  # fmt: skip
+    def announce(self, snapshot: Snapshot, now: int) -> None:
         """Add a snapshot of step `now`, whose callbacks are at work, or of a later one."""
-        self._pending.append(Snapshot(step, save, dropped))
-        if step > now:
-            self._unwarned.add(step)
+        self._pending.append(snapshot)
+        if snapshot.step > now:
+            self._unwarned.add(snapshot.step)
 
     def due(self, step: int) -> Snapshot | None:
         """Return the next snapshot of a step or an earlier one, or None; it stays pending until `mark_taken`."""
@@ -283,16 +281,17 @@ class Engine:
                 try:
                     back.go_back()
                 except BaseException as error:
-                    if not np.array_equal(before, self._puts()):  # it has ended amid the rows
+                    if before is not None and (before != self._puts()).any():  # it has ended amid the rows
                         self._break(error)
                     raise
                 finally:
                     self._going_back = False
             stream = self._stream_of(batches(self.step))
 
-    def _puts(self) -> np.ndarray:
-        """Return the puts to rows on the host that have begun and ended so far."""
-        return np.zeros(0)
+    def _puts(self) -> np.ndarray | None:
+        """Return how many puts to rows on the host have begun and ended so far; None if there are no such rows."""
+        hosted = self.tables.hosted
+        return None if hosted is None else np.array(hosted.puts)
 
     def _break(self, error: BaseException) -> None:
         """Refuse everything but `reset` from here on."""
@@ -456,7 +455,7 @@ class Engine:
         self._refuse()
         if step < self.step or (step == self.step and not self._in_callback):
             raise ValueError(f"step={step} is committed already ({self.step} are).")
-        self._snapshots.announce(step, self.step, save, dropped)
+        self._snapshots.announce(Snapshot(step, save, dropped), self.step)
 
     def enter(self, callback: Entered) -> Entered:
         """Begin a further callback, as the last one; for one that needs the engine to be made.
@@ -642,10 +641,6 @@ class Serial(Engine):
             unknown: list[int | None] = [None] * self.tables.spec.shards
             steps = self._use.table_steps() if self._use else unknown
             raise BrokenEngine(dense_step, steps, self._broken) from self._broken
-
-    def _puts(self) -> np.ndarray:
-        hosted = self._state.tables.hosted
-        return np.zeros(0) if hosted is None else np.array(hosted.puts)
 
     def _break(self, error: BaseException) -> None:
         self._broken = error

@@ -26,11 +26,10 @@ import numpy as np
 import optax
 
 from jaxrec.bounds import whole_number
-from jaxrec.data.blocks import keys_of, read_metadata
+from jaxrec.data.blocks import keys_of
 from jaxrec.data.loader import BlockSource, Loader
 from jaxrec.data.synthetic import SyntheticClicks
 from jaxrec.embedding import EmbeddingSpec, Lookup, Place, Table, Tables
-from jaxrec.files import local_path
 from jaxrec.task import Task
 from jaxrec.types import Batch, RowOptimizer, TrainState
 from main.model import Model, as_functions
@@ -242,19 +241,18 @@ def synthetic_clicks(
     )
 
 
-def division_of(directory: Path) -> tuple[list, dict[str, Any]]:
-    """Return what divides the rows of a prepared directory: its texts in their order, and its options."""
-    metadata = read_metadata(local_path(directory))
+def division_of(metadata: Mapping[str, Any]) -> tuple[list, dict[str, Any]]:
+    """Return what divides the rows of a prepared directory, given its metadata: its texts in order, and its options."""
     options = {name: value for name, value in metadata["options"].items() if name not in _STORAGE}
     return metadata.get("texts", []), options
 
 
-def division_told(directory: Path) -> dict[str, Any]:
+def division_told(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return `division_of` as JSON values to save: the texts, and a digest of the options.
 
     Of those of a schema only the split, and what makes rows valid: with other keys the rows are divided alike.
     """
-    texts, options = division_of(directory)
+    texts, options = division_of(metadata)
     if "schema" in options:
         options = {name: options["schema"].get(name) for name in ("split", "label", "weight", "missing")}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
@@ -269,7 +267,7 @@ def criteo_clicks(directory: Path, *sizes: int | None, **how: Any) -> Data:
     data = data_of_blocks(split, test, None, *sizes, at_random=split.metadata["options"]["split"] == "random", **how)
     return data._replace(
         cardinalities=tuple(split.metadata["cardinalities"]), vocabulary_digest=_digest_of(directory),
-        division=division_told(directory),
+        division=division_told(split.metadata),
     )  # fmt: skip
 
 

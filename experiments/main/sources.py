@@ -274,7 +274,7 @@ class Tabular(Files):
         return data._replace(
             cardinalities=tuple(table["tables"].values()),
             vocabulary_digest=table["digest"],
-            division=division_told(directory),
+            division=division_told(metadata),
             table=table,
             targets=targets,
             expectation=expectation(targets, table, metadata["label_mean"]["train"]),

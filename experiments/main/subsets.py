@@ -120,6 +120,7 @@ def figures(
       logit, label, weight: f32[n].
       fields: {field: [n]} of the named fields.
       bootstrap: draws for the interval of the AUC; 0 for none.
+      table: metadata of the prepared table, if `group` is a field of it.
 
     >>> rng = np.random.default_rng(0)
     >>> user, label = rng.integers(0, 3, 200), rng.integers(0, 2, 200)

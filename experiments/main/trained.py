@@ -11,6 +11,7 @@ import optax
 
 from jaxrec.checkpoint import DamagedImage, Image, images, newest_first, read_manifest, spec_of
 from jaxrec.checkpoint.format import is_image, number_of
+from jaxrec.data.blocks import read_metadata
 from jaxrec.data.criteo import Encoder, open_encoder
 from jaxrec.data.tabular import Vocabulary, open_vocabularies
 from jaxrec.embedding import sgd
@@ -207,7 +208,9 @@ def refuse_trained_rows(own: Path, other: Path) -> None:
 
     Ids alone do not tell: hashed ones are the same in every division.
     """
-    (texts, options), (its_texts, its_options) = map(division_of, (own, other))
+    (texts, options), (its_texts, its_options) = (
+        division_of(read_metadata(local_path(directory))) for directory in (own, other)
+    )
     if any(text in its_texts for text in texts) and (texts, options) != (its_texts, its_options):
         raise ValueError(
             f"{other} divides rows of {own} otherwise, so that the run may have been trained on some of its test rows: "
@@ -217,7 +220,7 @@ def refuse_trained_rows(own: Path, other: Path) -> None:
 
 def refuse_other_division(run: Trained, directory: Path) -> None:
     """Refuse the prepared directory of a run if it divides rows otherwise than when the run was trained on them."""
-    noted, now = run.image.extra.get("division"), division_told(directory)
+    noted, now = run.image.extra.get("division"), division_told(read_metadata(local_path(directory)))
     if noted and noted != now and any(text in noted["texts"] for text in now["texts"]):
         raise ValueError(
             f"{directory} divides its rows otherwise than when {run.directory} was trained, so that the run may have "

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrec.callbacks import AfterStep, Callback
 from jaxrec.embedding import HostedTables
@@ -441,9 +440,6 @@ class Pipeline(Engine):
         self._progress.refuse_broken()
         self._raise_failures()
         self._progress.refuse_others(self.tables)
-
-    def _puts(self) -> np.ndarray:
-        return np.array(self._progress.tables.puts)
 
     def _break(self, error: BaseException) -> None:
         self.flight.lose_rows(self.step, error)
