@@ -162,7 +162,9 @@ def slopes_of(rows: list[dict], schemes, test_sets: int = 1) -> dict[str, Any]:
             short = {"auc": "", "normalized_entropy": "_ne"}[name]
             results[f"{scheme}_slope{short}"] = fit_line(pls, loss)
             results[f"{scheme}_correlation{short}"] = float(np.corrcoef(pls, loss)[0, 1])
-            by_seed[f"{scheme}{short}"] = np.array([fit_line(pls[seed == s], loss[seed == s]) for s in sorted(base)])
+            of_seeds = np.array([fit_line(pls[seed == s], loss[seed == s]) for s in sorted(base)])
+            results[f"{scheme}_slope{short}_half_interval"] = paired_interval(of_seeds, sorted(base), test_sets)[1]
+            by_seed[f"{scheme}{short}"] = of_seeds
     for scheme, short in itertools.product(schemes, ("", "_ne")):
         if scheme != "vanilla" and "vanilla" in schemes:
             less = by_seed[f"{scheme}{short}"] - by_seed[f"vanilla{short}"]

@@ -95,6 +95,8 @@ def _prepared() -> str:
         raise ValueError("--onto is of --schema: give one, which says what the columns are.")
     if any(map(_of_tfds, config.sources)) or config.tfds_directory:
         raise ValueError("tfds:NAME and --tfds-directory are of --schema: give one, which says what the columns are.")
+    if config.seed and config.split == "time":
+        raise ValueError(f"--seed {config.seed} is for --split random: add that, or leave it out.")
     flags = dataclasses.asdict(config)
     del flags["schema"], flags["tfds_directory"], flags["onto"]
     with Bars() as bars:

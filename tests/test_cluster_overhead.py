@@ -118,6 +118,8 @@ def test_seeds_are_summed_up_with_the_ratio_of_full_recovery_to_each():
     found = summary(Config(arms=("full", "mfu"), seeds=2), rows)
     assert found["full_over_mfu"] == 7 and found["predicted_full_over_mfu"] == (24.5 + 10) / (3.5 + 10)
     assert found["mfu_overhead_percent"] == 3.5 and found["auc_lost_mfu"] == pytest.approx(0.005)
+    assert (found["full_over_mfu_min"], found["full_over_mfu_max"]) == (5.8, 10)
+    assert (found["mfu_overhead_percent_min"], found["mfu_overhead_percent_max"]) == (2, 5)
     assert found["mfu_kills"] == 4 and found["mfu_seconds_to_next_step"] == 2
 
 

@@ -1,5 +1,6 @@
 """Processes of this machine, without Ray: calls, deaths, the driver's end; and pools of trainers that share tables."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -53,6 +54,9 @@ class Desk:
     def unsendable(self):
         return threading.Lock()
 
+    def back(self, what):
+        return what
+
 
 def test_calls_are_answered_and_deaths_are_noticed():
     with Machine() as machine:
@@ -82,6 +86,25 @@ def test_calls_are_answered_and_deaths_are_noticed():
             desk.handle.call("greet", "Bob").result(60)
         assert desk.death_reason() == "the desk has ended with code -9"
     assert not directory.exists()
+
+
+def test_a_stopped_process_holds_up_no_call_however_large():
+    large = os.urandom(1 << 24)
+    with Machine() as machine:
+        desk = machine.process(Desk, "the desk", ("Hello",))
+        for delay_s in (0, *np.linspace(0, 0.03, 8)):  # first before it serves, then at any place of call or answer
+            answer = desk.handle.call("back", large)
+            threading.Event().wait(delay_s)
+            os.kill(desk.pid, signal.SIGSTOP)
+            with contextlib.suppress(TimeoutError):
+                answer.result(0.02)
+            again, start = desk.handle.call("back", large), time.monotonic()
+            with pytest.raises(TimeoutError):
+                again.result(0.02)
+            assert time.monotonic() - start < 10
+            os.kill(desk.pid, signal.SIGCONT)
+            assert answer.result(60) == again.result(60) == large
+        assert len(list(machine.directory.iterdir())) == 1  # its socket: no message stays
 
 
 DRIVER = """

@@ -176,6 +176,11 @@ def test_wrong_arguments_are_refused_before_any_process_starts(cluster, servers,
         TrainerPool(cluster, servers, work(rule=RULES["ma"]), **options)
 
 
+def test_a_pool_without_a_rule_has_no_parameters_to_save(cluster, servers, tmp_path):
+    with pytest.raises(ValueError, match=r"save_every_seconds=1 needs a rule"):
+        TrainerPool(cluster, servers, work(), directory=tmp_path, save_every_seconds=1.0)
+
+
 def test_a_pool_that_is_not_entered_and_a_trainer_that_fails_raise(cluster, servers):
     pool = TrainerPool(cluster, servers, work())
     with pytest.raises(ValueError, match="is not entered"):

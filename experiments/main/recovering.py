@@ -122,19 +122,22 @@ class Recovering(Saving):
         extra: Callable[[int], dict], first_steps: Callable[[int], Iterator],
     ) -> RecoverySaves:  # fmt: skip
         every = self.saves_every(engine, run, steps, first_steps)
+        first = 1 if image else engine.step + 1  # steps that measured the costs are trained already
         recovery = engine.enter(
-            self.recovery(run.directory / "checkpoints", steps, every, engine.tables.spec.shards, seed,
+            self.recovery(run.directory / "checkpoints", steps, every, engine.tables.spec.shards, seed, first,
                           image=image, run=run.id, extra=extra, copy=home.copy)
         )  # fmt: skip
         if image is None:
             recovery.save_whole()  # so that the run can resume from its first step
         return RecoverySaves(recovery, past.get("saving"))
 
-    def recovery(self, directory: Path, steps: int, every: float, shards: int, seed: int, **options: Any) -> Recovery:
-        """Build the recovery, which saves every so many steps; the caller enters it."""
+    def recovery(
+        self, directory: Path, steps: int, every: float, shards: int, seed: int, first: int = 1, **options: Any
+    ) -> Recovery:
+        """Build the recovery, which saves every so many steps; the caller enters it. `first` is as for `failures`."""
         return Recovery(
             directory, every, steps, mode=self._mode, scheme=SCHEMES[self.cpr]() if self.cpr in SCHEMES else None,
-            failures=self.failures(steps, shards, seed),
+            failures=self.failures(steps, shards, seed, first),
             save_at_end=False,  # a run saves at its end in any case, and reports a failure
             **options,
         )  # fmt: skip
@@ -167,13 +170,13 @@ class Recovering(Saving):
             )
         return known["save_every_steps"]
 
-    def failures(self, steps: int, shards: int, seed: int) -> dict[int, list[int]]:
-        """Return {step: shards} of the failures in a run of so many steps."""
+    def failures(self, steps: int, shards: int, seed: int, first: int = 1) -> dict[int, list[int]]:
+        """Return {step: shards} of the failures in a run of so many steps; of those drawn, none before step `first`."""
         if self.fail == ("gamma",):
             drawn = draw_failures(self.mtbf_steps or steps / 2, steps, shards, seed, self.fail_shape)
             at: dict[int, set[int]] = {}
             for hours, shard in zip(drawn.hours, drawn.node, strict=True):
-                at.setdefault(min(steps, 1 + int(hours)), set()).add(int(shard))
+                at.setdefault(min(steps, max(first, 1 + int(hours))), set()).add(int(shard))
             return {step: sorted(lost) for step, lost in at.items()}
         for step in (found := given_failures(self.fail, shards)):
             if not 1 <= step <= steps:

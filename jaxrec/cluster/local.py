@@ -24,6 +24,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -83,12 +84,6 @@ class Machine:
         """Start a process with one object; arguments as for `RayProcess`. Each call has a thread of its own."""
         return LocalProcess(self.directory, kind, name, args)
 
-    def kept(self, packed: tuple[list[str], bytes]) -> tuple[list[str], str]:
-        """Return what `packed` has returned with its bytes in a file: a message is not read until a process serves."""
-        path = self.directory / f"{uuid.uuid4().hex[:12]}.pickle"
-        path.write_bytes(packed[1])
-        return packed[0], str(path)
-
 
 class LocalAnswer:
     """`Answer` to a call, received at a connection of its own."""
@@ -112,7 +107,7 @@ class LocalAnswer:
         try:
             if not self._connection.poll(timeout):
                 raise TimeoutError("no answer yet")
-            return self._connection.recv()
+            return _receive(self._connection)
         except (EOFError, ConnectionError):
             return False, ServerGone(f"{self._name} has ended")
 
@@ -129,9 +124,10 @@ class LocalHandle(NamedTuple):
             with socket.socket(socket.AF_UNIX) as client:  # closed unless the connection takes it over
                 client.connect(self.address)
                 connection = Connection(client.detach())
-            connection.send((method, args))
         except OSError:
             return LocalAnswer(None, self.name)
+        with contextlib.suppress(ConnectionError):  # as the answer will say
+            _send(connection, (method, args), os.path.dirname(self.address))
         return LocalAnswer(connection, self.name)
 
 
@@ -143,7 +139,7 @@ class LocalProcess(Process):
         # Bound here: calls before it has started wait at the socket.
         with socket.socket(socket.AF_UNIX) as listening, environment(VARIABLES):
             listening.bind(address)
-            listening.listen(128)
+            listening.listen(socket.SOMAXCONN)
             self._process = multiprocessing.get_context("spawn").Process(
                 target=_serve, args=(listening, kind, tuple(args)), name=name, daemon=True
             )
@@ -173,10 +169,11 @@ def _serve(listening: socket.socket, kind: type, args: tuple) -> None:
         signal.signal(number, signal.SIG_IGN)
     keep_memory()
     threading.Thread(target=_end_with_driver, daemon=True).start()
-    served = kind(*args)
+    served, directory = kind(*args), os.path.dirname(listening.getsockname())
     while True:
         client, _ = listening.accept()
-        threading.Thread(target=_answer, args=(Connection(client.detach()), served), daemon=True).start()
+        call = Connection(client.detach()), served, directory
+        threading.Thread(target=_answer, args=call, daemon=True).start()
 
 
 def _end_with_driver():
@@ -186,17 +183,30 @@ def _end_with_driver():
         os._exit(1)
 
 
-def _answer(connection, served):
+def _send(connection, message, directory):
+    """Send a message as a file without a name, so that neither side ever waits for the other to write or read it."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        pickle.dump(message, file)
+        file.seek(0)
+        reduction.send_handle(connection, file.fileno(), None)
+
+
+def _receive(connection):
+    with open(reduction.recv_handle(connection), "rb") as file:
+        return pickle.load(file)
+
+
+def _answer(connection, served, directory):
     with connection, contextlib.suppress(EOFError, ConnectionError):
-        method, args = connection.recv()
+        method, args = _receive(connection)
         try:
             found = True, _process_info() if method == "process_info" else getattr(served, method)(*args)
         except Exception as error:
             found = False, error
         try:
-            connection.send(found)
+            _send(connection, found, directory)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            connection.send((False, RuntimeError(f"the answer of {method} cannot be sent: {error}")))
+            _send(connection, (False, RuntimeError(f"the answer of {method} cannot be sent: {error}")), directory)
 
 
 def _process_info():

@@ -14,8 +14,8 @@ Each trainer has a JAX and a stream of batches of its own, trains on rows at the
 synchronises through sync servers, in the background or every k steps. A dead process is replaced, and nothing rolls
 back:
 
-- trainer: its successor starts with the parameters of the others and a fresh optimizer state, at the last position that
-  the pool has polled; batches after it are trained twice;
+- trainer: its successor starts with the parameters of the others (without a rule: with initial ones) and a fresh
+  optimizer state, at the last position that the pool has polled; batches after it are trained twice;
 - shard server: its successor gets its rows from the newest intact image, or initial ones; trainers that need them wait;
 - sync server: its successor starts with the parameters that a trainer has sent last; training does not wait;
 - driver: all processes end.
@@ -136,9 +136,9 @@ class TrainerPool:
         self._work, self._cores = work, cores
         self._resources = {"resources": resources} if resources else {}  # which a machine does not have
         self._process: Callable[..., Process] = RayProcess
-        self._packed: tuple[list[str], bytes | str] = packed(given)
+        self._packed = packed(given)
         if isinstance(cluster, Machine):
-            self._process, self._packed = cluster.process, cluster.kept(self._packed)
+            self._process = cluster.process
         self._initial, rule = initial_leaves(work.params)[1], work.rule
         # Numbers of the leaves that each sync server has.
         sizes = [leaf.nbytes for leaf in self._initial]
@@ -251,7 +251,7 @@ class TrainerPool:
         progress = self._summed_progress()
         positions = {"positions": [one.position for one in progress], "examples": sum(one.examples for one in progress)}
         leaves = self._leaves()
-        if leaves is None and self._work.rule is not None and positions["examples"]:
+        if leaves is None and positions["examples"]:
             raise OSError("an image was not saved: no trainer or sync server has sent its parameters")
         return leaves, self._extra | positions
 
@@ -324,11 +324,13 @@ class TrainerPool:
             warnings.warn(f"{reason}; trainer {number} is given up at its batch {position}", stacklevel=4)
             return
         self._incarnations[number] += 1
-        self._trainers[number] = self._start_trainer(number, self._leaves())
+        leaves = self._leaves()
+        self._trainers[number] = self._start_trainer(number, leaves)
+        whose = "its initial parameters" if leaves is None else "the parameters of the others"
         warnings.warn(
-            f"{reason}; trainer {number} restarts at its batch {position}, with the parameters of the others and a "
-            "fresh optimizer state", stacklevel=4,
-        )  # fmt: skip
+            f"{reason}; trainer {number} restarts at its batch {position}, with {whose} and a fresh optimizer state",
+            stacklevel=4,
+        )
 
     def _leaves(self):
         """Return the leaves with which a trainer that joins now starts; None for the initial ones."""
@@ -412,6 +414,11 @@ def _check(cluster, servers, work, trainers, cores, positions, directory, save_e
             raise ValueError(
                 f"save_every_seconds={save_every_seconds:g} needs a directory to save into: give directory=."
             )
+        if work.rule is None:
+            raise ValueError(
+                f"save_every_seconds={save_every_seconds:g} needs a rule: an image has dense parameters of a round, "
+                "and trainers without one never send theirs. Give work.rule, such as easgd(), or do not save."
+            )
 
 
 def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
@@ -424,7 +431,7 @@ def image_of(directory: Path, params: PyTree, tables: Tables) -> TrainState:
 class PoolSyncServer(SyncServer):
     """A sync server in a process of its own, for the rule of a pool's work, which is `packed`."""
 
-    def __init__(self, packed: tuple[list[str], bytes | str], *args: Any):
+    def __init__(self, packed: tuple[list[str], bytes], *args: Any):
         rule = work_of(packed).rule
         assert rule is not None
         super().__init__(rule, *args)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrec.cluster.runtime import INLINE_BETWEEN_MACHINES, import_ray
@@ -196,14 +195,10 @@ def _pickler():
     return pickle
 
 
-def unpacked(paths: Sequence[str], pickled: bytes | str) -> tuple:
-    """Unpickle, in another process, what `packed` has returned; its search path is appended to that of this process.
-
-    Args:
-      pickled: the bytes, or the path of a file with them.
-    """
+def unpacked(paths: Sequence[str], pickled: bytes) -> tuple:
+    """Unpickle, in another process, what `packed` has returned; its search path is appended to that of this process."""
     sys.path += [path for path in paths if path not in sys.path and os.path.isdir(path)]
-    return pickle.loads(Path(pickled).read_bytes() if isinstance(pickled, str) else pickled)
+    return pickle.loads(pickled)
 
 
 def _with_lifetime(kind):

@@ -184,7 +184,7 @@ class TrainerProcess:
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
     def begin(
-        self, work: TrainerWork | tuple[list[str], bytes | str], number: int, trainers: int, incarnation: int,
+        self, work: TrainerWork | tuple[list[str], bytes], number: int, trainers: int, incarnation: int,
         start: int, params: list | None, servers: Sequence[Server] | Path, sync_servers: Sequence[Any], client: str,
         timeout_s: float, cores: Sequence[int] | None,
     ) -> None:  # fmt: skip

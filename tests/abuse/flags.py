@@ -187,8 +187,10 @@ def _(directory):
 @situation("failures in every step are drawn, each shard once a step")
 def _(directory):
     config = parsed(*"--cpr mfu --fail gamma --mtbf-steps 1 --fail-shape 0.01".split())
-    found = config.saves.failures(50, 8, 0)
-    assert found and all(1 <= step <= 50 and shards == sorted({*shards}) for step, shards in found.items())
+    for first in (1, 21):
+        found = config.saves.failures(50, 8, 0, first)
+        assert first <= min(found) and max(found) <= 50
+        assert all(shards == sorted({*shards}) for shards in found.values())
 
 
 @situation("a run of one seed, gone on with as one of several", ValueError, "holds a run of one seed")

@@ -730,6 +730,12 @@ def test_missing_rights_end_in_a_line(tmp_path):
 
 
 @pytest.mark.process
+def test_a_seed_of_no_split_is_refused_in_a_line(tmp_path):
+    done = run("--sources", "t.txt", "--directory", tmp_path / "out", "--seed", "1")
+    assert done.returncode == 1 and "--seed 1 is for --split random" in one_line(done.stderr)
+
+
+@pytest.mark.process
 def test_a_good_run_prints_its_figures(tmp_path):
     done = run("--sources", write(tmp_path / "t.txt", criteo_lines(100)), "--directory", tmp_path / "out", *FLAGS)
     assert done.returncode == 0 and "rows: {'train': 83, 'test': 17}" in done.stdout

@@ -293,7 +293,7 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
 
 
 def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the means over seeds, with 95 % intervals, and full's mean overhead over that of each arm.
+    """Return means over seeds, with 95 % intervals and extremes, and full's mean overhead over that of each arm.
 
     `predicted`: by equations from the costs of the trials; `afterwards`: from the costs of the arms themselves.
     """
@@ -301,6 +301,7 @@ def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> 
 
     def add(key, values):
         results[key], results[f"{key}_half_width"] = paired_interval(values)
+        results[f"{key}_min"], results[f"{key}_max"] = min(values), max(values)
 
     kinds = ("", "predicted_", "afterwards_")
     keys = [f"{kind}{key}" for key in ("overhead_percent", "pls") for kind in kinds]
@@ -317,6 +318,8 @@ def summary(config: Config, rows: Sequence[Mapping[str, Mapping[str, Any]]]) -> 
         for kind in kinds:
             key = f"{kind}overhead_percent"
             results[f"{kind}full_over_{arm}"] = results[f"full_{key}"] / results[f"{arm}_{key}"]
+            ratios = [row["full"][key] / row[arm][key] for row in rows]
+            results |= {f"{kind}full_over_{arm}_min": min(ratios), f"{kind}full_over_{arm}_max": max(ratios)}
         add(f"auc_lost_{arm}", [row["full"]["test_auc"] - row[arm]["test_auc"] for row in rows])
     return results
 
