@@ -167,6 +167,7 @@ def test_what_a_round_gives_for_a_state_that_was_replaced_is_dropped(ended):
     steps = Steps(AllToAll(rule, PARAMS))
     with Shadow(steps) as shadow:
         shadow.exchange(state_of(0.0, 8.0))
+        assert steps.entered.wait(60)  # before that, a state that is replaced begins no round
         if ended:
             steps.begin.release()
             until(lambda: steps.brought)

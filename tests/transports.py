@@ -150,8 +150,10 @@ class Steps(Around):
     def __init__(self, transport):
         super().__init__(transport)
         self.begin, self.brought, self.left = threading.Semaphore(0), [], False
+        self.entered = threading.Event()  # by a round, which may wait to begin
 
     def sync_round(self, trainer, before, done):
+        self.entered.set()
         assert self.begin.acquire(timeout=60)
         if self.left:
             raise PeerLeft("the test is over")
