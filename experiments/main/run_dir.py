@@ -15,9 +15,9 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from jaxrec.files import Lock, local_path, make_directory, new_run_id, sync, write_text
 from main.report import listing
@@ -144,6 +144,14 @@ class Run:
             self._append()
         except OSError as error:
             say(f"{error}: {len(self._unwritten)} rows of metrics are kept in memory until the next one", sys.stderr)
+
+    def logged(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the row that is logged under a key already; else log what `make` returns, with the key."""
+        for row in self.metrics():
+            if key.items() <= row.items():
+                return row
+        self.log(found := {**key, **make()})
+        return found
 
     def _append(self):
         """Write the pending rows, all or none of them."""

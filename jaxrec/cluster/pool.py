@@ -135,10 +135,8 @@ class TrainerPool:
         self._timeout_s = real_number("timeout_s", timeout_s, "a number of seconds above 0 and finite", is_positive)
         self._work, self._cores = work, cores
         self._resources = {"resources": resources} if resources else {}  # which a machine does not have
-        self._process: Callable[..., Process] = RayProcess
+        self._process: Callable[..., Process] = cluster.process if isinstance(cluster, Machine) else RayProcess
         self._packed = packed(given)
-        if isinstance(cluster, Machine):
-            self._process = cluster.process
         self._initial, rule = initial_leaves(work.params)[1], work.rule
         # Numbers of the leaves that each sync server has.
         sizes = [leaf.nbytes for leaf in self._initial]

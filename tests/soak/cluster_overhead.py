@@ -23,7 +23,7 @@ import functools
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -239,16 +239,6 @@ def kills_of(seed: int, steps: int, mtbf_steps: float, servers: int) -> dict[int
     return found
 
 
-def logged(run: Run, seed: int, kind: str, arm: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of an arm that are logged already, else make them and log them."""
-    key: dict[str, Any] = {"seed": seed, "kind": kind, "arm": arm}
-    for row in run.metrics():
-        if key.items() <= row.items():
-            return row
-    run.log(found := key | make())
-    return found
-
-
 def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str, dict[str, Any]]:
     """Make what is not logged yet of the trials, predictions and arms of a seed; return {arm: its figures}."""
 
@@ -256,6 +246,9 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
     def job(steps):
         sizes = config.rows or 0, steps + WARM_UP, config.batch_size or 0
         return ClusterJob(*sizes, float(steps), config.servers, seed, config.spares)
+
+    def logged(kind, arm, make):
+        return run.logged({"seed": seed, "kind": kind, "arm": arm}, make)
 
     def train(arm, steps, every, plan):
         with timed() as (saves, tracking):
@@ -271,17 +264,17 @@ def run_seed(run: Run, config: Config, seed: int, cluster: Cluster) -> dict[str,
         trial = trial_of(config, arm, step_s)
         intervals[arm], plan = trial.intervals, {trial.kill: seed % config.servers}
         one = functools.partial(train, arm, trial.steps, trial.every, plan)
-        trials[arm] = logged(run, seed, "trial", arm, one)
+        trials[arm] = logged("trial", arm, one)
         step_s = float(np.mean([trial["step_ms"] for trial in trials.values()])) / 1000
     steps, mtbf_steps = round((config.minutes or 0) * 60 / step_s), (config.mtbf_minutes or 0) * 60 / step_s
     plan = kills_of(seed, steps, mtbf_steps, config.servers)
     shares = [step / steps for step in plan]
     for arm in arms:
         costs = costs_of(config, trials[arm], intervals[arm])
-        laws[arm] = logged(run, seed, "predicted", arm, functools.partial(predicted, config, costs, arm, shares))
+        laws[arm] = logged("predicted", arm, functools.partial(predicted, config, costs, arm, shares))
     for arm in arms:
         every = laws[arm]["save_every_minutes"] * 60 / step_s
-        found = logged(run, seed, "measured", arm, functools.partial(train, arm, steps, every, plan))
+        found = logged("measured", arm, functools.partial(train, arm, steps, every, plan))
         scale = found["useful_s"] / 60 / (config.minutes or 1)  # of a step here to one of the trials
         own = dataclasses.replace(
             config, minutes=(config.minutes or 0) * scale, mtbf_minutes=(config.mtbf_minutes or 0) * scale

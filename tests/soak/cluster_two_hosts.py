@@ -1,7 +1,7 @@
 """Measure rates and time to accuracy over a slow link between two hosts, and what a run keeps when that link is cut.
 
     python tests/soak/cluster_two_hosts.py                  links of 1,000 and 100 Mbit/s, cuts of up to a minute
-    python tests/soak/cluster_two_hosts.py --preset smoke   one link and one cut, small tables; three minutes
+    python tests/soak/cluster_two_hosts.py --preset smoke   one link and one cut, small tables; two minutes
     python tests/soak/cluster_two_hosts.py --parts cuts     one part
     python tests/soak/cluster_two_hosts.py --parts accuracy --workdir DIR --resume     three hours; goes on where it was
 
@@ -18,6 +18,7 @@ started again when the link is back, as a service manager would.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -26,7 +27,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -166,6 +167,24 @@ def reasons(said: str) -> list[str]:
     return sorted({re.sub(r"process \d+", "process", each) for each in found})
 
 
+def curves_over(
+    links: Mapping[str, float], seeds: int, run: Run, hosts: Callable[[], contextlib.AbstractContextManager[TwoHosts]]
+) -> dict[str, list[dict[str, list]]]:
+    """Train the passes that the run has not logged yet; return {link: {mode: curve} of each seed}."""
+
+    def train(name, mode, seed):
+        with hosts() as pair:
+            pair.slow_down(links[name])
+            return {"curve": pair.curve(mode, seed)}
+
+    curves: dict[str, list[dict[str, list]]] = {name: [] for name in links}
+    for seed, name in itertools.product(range(seeds), links):
+        made = {mode: functools.partial(train, name, mode, seed) for mode in ROW_RATES}
+        logged = {mode: run.logged({"name": name, "seed": seed, "mode": mode}, make) for mode, make in made.items()}
+        curves[name].append({mode: row["curve"] for mode, row in logged.items()})
+    return curves
+
+
 def seconds_to(curve: Sequence[tuple[float, float]], auc: float) -> float:
     """Return the seconds at which a curve of (seconds, AUC) first reaches an AUC; NaN if it never does."""
     found = steps_to([{"step": seconds, "test_auc": each} for seconds, each in curve], auc)
@@ -237,27 +256,13 @@ def main(config: Config) -> dict:
             run.log({"name": name} | row)
             results.update({f"{name}_{key}": value for key, value in row.items()})
 
-        def curve(name, seed, mode):
-            key = {"name": name, "seed": seed, "mode": mode}
-            for row in run.metrics():
-                if key.items() <= row.items():
-                    return row["curve"]
-            with hosts() as pair:
-                pair.slow_down(links[name])
-                found = pair.curve(mode, seed)
-            run.log(key | {"curve": found})
-            return found
-
         if "rates" in rows:
             for name, mbit_per_s in links.items():
                 with hosts() as pair:
                     keep(name, pair.rates(mbit_per_s))
         if "accuracy" in rows:
-            curves: dict[str, list] = {name: [] for name in links}
-            for seed, name in itertools.product(range(config.seeds or sizes["seeds"]), links):
-                curves[name].append({mode: curve(name, seed, mode) for mode in ROW_RATES})
-            for name, each in curves.items():
-                results.update({f"{name}_{key}": value for key, value in accuracy_of(each).items()})
+            for name, curves in curves_over(links, config.seeds or sizes["seeds"], run, hosts).items():
+                results.update({f"{name}_{key}": value for key, value in accuracy_of(curves).items()})
         if "cuts" in rows:
             with hosts() as pair:
                 undisturbed = pair.train(0.0)
