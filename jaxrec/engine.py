@@ -359,7 +359,8 @@ class Engine:
     def reset(self, state: TrainState) -> None:
         """Continue from another state, between two runs, at the step of its dense half.
 
-        Callbacks are notified before, by `restarted`, and may refuse by raising.
+        Callbacks are notified before, by `restarted`, and may refuse by raising. Batches that were taken ahead are
+        trained first if the next run is over the same iterator: after rewinding it, give another object.
 
         Raises:
           ValueError: a run is active, the state was donated, or its tables have another spec.
@@ -575,7 +576,7 @@ class Engine:
 
 
 class Stepper(Protocol):
-    """What `Serial` takes its steps from."""
+    """What `Serial` takes its steps from; batches are planned by the lookups of its `spec`, if it has one."""
 
     def step(self, state: TrainState, batch: Batch, plans: dict[str, Plan] | None = None) -> tuple[TrainState, Any]:
         """See `Task.step`."""
@@ -651,7 +652,8 @@ class Serial(Engine):
         hosted = self.tables.hosted
         self._state = self._state._replace(tables=hosted or self.tables)  # those of a pipeline's state are guarded
         self._use = TableUse(hosted) if hosted else None
-        with PlanPrefetcher(stream, self.tables.spec, self._capacity, sends) as ahead:
+        spec = getattr(self._task, "spec", self.tables.spec)  # lookups of the tables' own spec may be others
+        with PlanPrefetcher(stream, spec, self._capacity, sends) as ahead:
             with self._use.a_run() if self._use else contextlib.nullcontext():
                 yield from self._train_all(ahead)
 
@@ -767,6 +769,9 @@ class Serial(Engine):
             self._lost_shards = set()
 
     def _change_once(self, change):
+        hosted, mine = self._state.tables.hosted, self._use
+        if hosted is not None and not (mine and mine.running):
+            TableUse(hosted).refuse_others(hosted)
         self._alone = True
         try:
             return self._try_change(change, self._state.tables)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxrec.embedding import EmbeddingSpec, capacity_of, checked_plan, plan, unchecked_plan
-from jaxrec.interrupts import next_of, uninterrupted
+from jaxrec.interrupts import next_of, raise_deferred, uninterrupted
 from jaxrec.sharding import to_device
 from jaxrec.types import Batch, Plan
 from jaxrec.validate import check_weight
@@ -140,12 +140,6 @@ class PlanPrefetcher:
         for _ in range(_AHEAD):
             self._room.put(None)
         self._thread = threading.Thread(target=self._plan_all, name="plan", daemon=True)
-        stream.free.clear()
-        try:
-            self._thread.start()
-        except BaseException:
-            stream.free.set()
-            raise
 
     def __iter__(self) -> Iterator[tuple]:
         """Yield (Batch, {stack: Plan}); raise errors of the stream or of planning in stream order."""
@@ -182,6 +176,18 @@ class PlanPrefetcher:
         self._taken.popleft()
 
     def __enter__(self) -> Self:
+        with uninterrupted(reraise=False) as deferred:
+            self._stream.free.clear()
+            try:
+                self._thread.start()
+            except BaseException:
+                self._stream.free.set()
+                raise
+        try:
+            raise_deferred(deferred)
+        except BaseException as error:  # after which there is no `with` block that would end the thread
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

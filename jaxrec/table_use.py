@@ -31,8 +31,8 @@ class BrokenEngine(RuntimeError):
         super().__init__(
             f"this engine is broken, as rows were lost ({type(why).__name__}: {why!s:.200}). The dense state "
             f"{gone if dense_step is None else f'stands at step {dense_step}'}, the shards of the tables at steps "
-            f"{table_steps!s:.400}. Restore the last image, into `engine.tables` or new tables, and give it to "
-            "`reset` or to a new engine."
+            f"{table_steps!s:.400}. Restore the last image, into new tables, or into `engine.tables` if these are on "
+            "the host, and give it to `reset` or to a new engine."
         )
         self.dense_step, self.table_steps = dense_step, table_steps
 

@@ -143,7 +143,7 @@ class Task:
 
         Args:
           state: TrainState; it is donated: go on with the one returned.
-          batch: Batch.
+          batch: Batch. Arrays of numpy may be read until the step has ended: do not write to them before.
           plans: {stack: Plan} of the batch, from `plan` or `planned`; made here if None.
 
         Returns:

@@ -9,6 +9,7 @@ import threading
 import traceback
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -19,9 +20,11 @@ from failing_tables import FailingTables
 from step_callbacks import at_step, failing_at
 from threads import ctrl_c as ctrl_c  # a fixture
 from threads import no_automatic_gc as no_automatic_gc  # a fixture
+from threads import until
 
 import jaxrec
 from jaxrec import Batch, Callback, Serial
+from jaxrec.callbacks import RolledBack
 from jaxrec.cpr import Recovery, mfu
 from jaxrec.data.loader import Loader
 from jaxrec.embedding import DeviceTables, EmbeddingSpec, HostTables, Lookup, Table, native
@@ -166,13 +169,165 @@ def test_a_loader_goes_on_where_a_run_left_it(make):
     with make() as engine:
         list(engine.run(Loader(Blocks(), Blocks.rows[0])))
         wanted = bits(engine.state)
-    loader = Loader(Blocks(), Blocks.rows[0])
+    for last in (5, 10):  # from 10 on, the end of the loader is seen ahead
+        loader = Loader(Blocks(), Blocks.rows[0])
+        with make() as engine:
+            for _ in engine.run(loader):
+                if engine.step == last:
+                    until(lambda: last == 5 or loader.position() == 12)  # noqa: B023  called here
+                    break
+            list(engine.run(loader))
+        assert engine.step == 12 and same(bits(engine.state), wanted)
+
+
+@each
+def test_a_source_that_fails_once_loses_no_batch_of_a_loader(make):
+    class Once(Blocks):
+        def __getitem__(self, index):
+            if index == 10 and not failed:
+                failed.append(index)
+                raise OSError("the disk hesitates")
+            return super().__getitem__(index)
+
+    failed, told, loader = [], 0, Loader(Once(), Blocks.rows[0])
     with make() as engine:
-        for _ in engine.run(loader):
-            if engine.step == 5:
+        run = engine.run(loader)
+        for _ in itertools.islice(run, 8):
+            pass
+        until(lambda: failed)
+        run.close()
+        for _ in range(2):
+            try:
+                list(engine.run(loader))
+            except OSError:
+                told += 1
+    assert (told, engine.step) == (1, 12) and same(bits(engine.state), plain(12)[0])
+
+
+@each
+def test_ctrl_c_while_a_run_begins_loses_no_batch(make, ctrl_c, no_automatic_gc):
+    def stream():
+        _thread.interrupt_main()
+        yield from stream_from(0)
+
+    batches = stream()
+    with make() as engine:
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.run(batches))
+        list(engine.run(batches))
+    assert engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+def test_batches_are_planned_by_the_lookups_of_the_task_whatever_those_of_its_tables_are():
+    tables = {"left": Table(40, 4), "right": Table(40, 4)}
+    mine, other = (
+        EmbeddingSpec(tables, {"item": Lookup(item), "more": Lookup(more)}, shards=4)
+        for item, more in (("left", "right"), ("right", "left"))
+    )
+    task = TASK.__class__(mine, TASK.loss, TASK.optimizer, TASK.row_optimizer)
+    batches = [batch._replace(ids=dict.fromkeys(("item", "more"), batch.ids["item"])) for batch in stream_from(0)]
+    init = lambda home, spec: task.init({"w": np.ones(4, np.float32)}, home.create(spec, TASK.row_optimizer))
+    wanted = Serial(task, init(HostTables, mine)).train(batches)
+    found = [of(init(HostTables, other)) for of in (lambda s: Serial(task, s), lambda s: Pipeline(task, s, window=3))]
+    found = [engine.train(batches) for engine in found]
+    found.append(Serial(task, init(DeviceTables, other)).train(map(jaxrec.to_device, batches)))
+    assert all(same(bits(state), bits(wanted)) for state in found)
+
+
+@over_host_tables
+def test_a_save_that_fails_where_a_run_goes_back_is_told(engine_of):
+    class Back(Callback):
+        goes_back = True
+
+        def begin(self, engine):
+            self.engine = engine
+
+        def after_step(self, info):
+            if info.step == 5:
+                self.engine.snapshot_at(5, self.save)
+                self.engine.lose([0])
+
+        def save(self, state):
+            raise OSError("the disk is full")
+
+        def recover(self, shards):
+            raise RolledBack(lambda: self.engine.reset(fresh("host")))
+
+    with pytest.raises(OSError, match="the disk is full"), engine_of(fresh("host"), [Back()]) as engine:
+        engine.train(lambda step: stream_from(step))
+
+
+@over_host_tables
+def test_an_error_of_the_stream_ahead_of_its_turn_keeps_no_run_from_going_back(engine_of):
+    failed, lost = [], []
+
+    class Back(Callback):
+        goes_back = True
+
+        def begin(self, engine):
+            self.engine = engine
+
+        def after_step(self, info):
+            if info.step == 5 and not lost:
+                lost.append(5)
+                until(lambda: failed)
+                self.engine.lose([0])
+
+        def recover(self, shards):
+            raise RolledBack(lambda: self.engine.reset(fresh("host")))
+
+    def batches(step):
+        for number in range(step, 12):
+            if number == 7 and not failed:
+                failed.append(7)
+                raise OSError("the disk hesitates")
+            yield batch_at(number)
+
+    with engine_of(fresh("host"), [Back()]) as engine:
+        engine.train(batches)
+        assert lost and engine.step == 12 and same(bits(engine.state), plain(12)[0])
+
+
+@each
+def test_an_error_of_the_stream_is_raised_in_its_turn_whatever_has_ended_a_run_before(make):
+    def stream():
+        yield from itertools.islice(stream_from(0), 6)
+        met.append(6)
+        raise OSError("no more can be read")
+
+    met, batches = [], stream()
+    with make() as engine:
+        for _ in engine.run(batches):
+            if engine.step == 4:
+                until(lambda: met)
                 break
-        list(engine.run(loader))
-    assert engine.step == 12 and same(bits(engine.state), wanted)
+        with pytest.raises(OSError, match="no more can be read"):
+            list(engine.run(batches))
+        assert engine.step == 6 and same(bits(engine.state), plain(6)[0])
+
+
+def test_exclusive_is_refused_while_another_engine_trains_the_tables():
+    state = fresh("host")
+    with Serial(TASK, fresh("host")._replace(tables=state.tables)) as other, Pipeline(TASK, state) as pipeline:
+        next(run := pipeline.run(stream_from(0)))
+        with pytest.raises(ValueError, match="another engine is running over these tables"):
+            other.exclusive(lambda tables: tables)
+        not_begun = other.run(stream_from(0))
+        with pytest.raises(ValueError, match="another engine is running over these tables"):
+            other.exclusive(lambda tables: tables)
+        run.close()
+        not_begun.close()
+        other.exclusive(lambda tables: tables)
+
+
+def test_an_engine_in_a_thread_called_rows_is_left_as_any_other():
+    def trained():
+        with Pipeline(TASK, fresh("host"), window=3) as engine:
+            engine.train(stream_from(0))
+        return bits(engine.state)
+
+    with ThreadPoolExecutor(1, "rows") as pool:
+        assert same(pool.submit(trained).result(60), plain(12)[0])
 
 
 @each

@@ -1115,6 +1115,36 @@ def test_a_dense_state_that_is_found_dead_at_the_end_is_said_to_be_gone(monkeypa
     assert raised.value.dense_step is None
 
 
+def test_an_error_behind_one_that_ended_the_run_is_raised_in_its_turn():
+    fails = iter([True])
+
+    def stream():
+        yield from make_batches(5)
+        raise OSError("no more of the file can be read")
+
+    def send(tree, placement):
+        if batch_in_work() == 3 and next(fails, False):
+            until(lambda: pipeline.flight.planned == 6, 60)  # with the error of the stream
+            raise Broken
+        return jax.device_put(tree, placement)
+
+    batches = stream()
+    with pipeline_of(window=4, send=send) as pipeline:
+        for error in (Broken, OSError):
+            with pytest.raises(error):
+                list(pipeline.run(batches))
+        list(pipeline.run(batches))
+    assert pipeline.step == 5 and equal(pipeline.state, states_of(make_batches(5))[5])
+
+
+def test_a_look_at_rest_keeps_the_staleness_of_semisync():
+    look = at_step(4, lambda state: pipeline.at_rest(lambda tables: None))
+    batches, pipeline = make_batches(12), Pipeline(task_of(SPEC), make_state(), [look], mode="semisync")
+    with pipeline:
+        losses = [np.asarray(metrics["loss"]) for _, metrics in pipeline.run(batches)]
+    assert same((pipeline.state, losses), plain_loop(batches, delay=1))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_forked_child_has_no_pipelines_to_wait_for():
     """Their threads stay with the parent, so the child would wait for them at its exit."""
@@ -1395,6 +1425,48 @@ def test_ctrl_c_ends_the_wait_for_what_hangs_once_it_was_said_and_a_later_call_t
     pipeline.patience_seconds = 60
     pipeline.close()
     assert no_threads_left() and equal(pipeline.state, states_of(batches)[pipeline.step])
+
+
+@pytest.mark.realtime  # a signal has to arrive in the wait
+def test_ctrl_c_ends_the_wait_for_a_save_that_hangs_before_another_one_can_begin(ctrl_c):
+    go, batches = threading.Event(), make_batches(12)
+    first = at_step(3, lambda state: pipeline.snapshot_at(3, lambda saved_state: go.wait(60)))
+    second = at_step(4, lambda state: pipeline.snapshot_at(4, lambda saved_state: None))
+    pipeline = pipeline_of(callbacks=[first, second])
+    pipeline.patience_seconds = 0.05
+    with pytest.warns(UserWarning, match="oac-snapshot at batch") as warned:
+        # In the run, in leaving it, and in closing the pipeline.
+        conditions = lambda: pipeline.step == 4, lambda: len(warned) > 0, lambda: len(warned) > 1
+        senders = [*map(interrupt_when, conditions)]
+        with pytest.raises(KeyboardInterrupt), pipeline:
+            list(pipeline.run(batches))
+    join_all(senders)
+    go.set()
+    pipeline.patience_seconds = 60
+    pipeline.close()
+    assert no_threads_left() and equal(pipeline.state, states_of(batches)[4])
+
+
+@pytest.mark.realtime  # signals have to arrive in the wait
+def test_ctrl_c_ends_the_wait_for_the_first_of_two_snapshots_of_the_last_step(ctrl_c, no_automatic_gc):
+    """Nor do the threads of a run that is dropped then keep its tables."""
+    go = threading.Event()
+
+    def save_twice(state):
+        pipeline.snapshot_at(3, lambda saved_state: go.wait(60))
+        pipeline.snapshot_at(3, lambda saved_state: None)
+        raise KeyboardInterrupt
+
+    pipeline = pipeline_of(callbacks=[at_step(3, save_twice)])
+    pipeline.patience_seconds = 0.05
+    with pytest.warns(UserWarning, match="oac-snapshot at batch") as warned:
+        sender = interrupt_when(lambda: len(warned) > 0)
+        with pytest.raises(KeyboardInterrupt):
+            list(pipeline.run(make_batches(12)))
+    sender.join(60)
+    assert pipeline.flight.stopped and not no_threads_left()
+    go.set()
+    until(no_threads_left)
 
 
 def test_the_last_state_refuses_when_its_rows_were_put_by_hand_since():

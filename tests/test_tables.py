@@ -6,6 +6,8 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -564,3 +566,47 @@ def test_a_shard_of_another_shape_is_refused_and_no_row_changes(create):
     some = {name: array[:2] for name, array in rows.items()}
     found = tables.with_shard("width_4", np.int64(1), some).parts("width_4")["value"][1]
     assert (np.array(found)[:2] == 1).all() and (np.array(found)[2] == before["value"][1][2]).all()
+
+
+# Rows of several MB are copied by threads.
+LARGE = """
+import atexit, os, sys, threading
+import jax, numpy as np
+from jaxrec import EmbeddingSpec, HostTables, Lookup, Table, plan, sgd
+
+spec = EmbeddingSpec({"item": Table(20_000, 64)}, {"item": Lookup("item")}, shards=2)
+tables = HostTables.create(spec, sgd(0.1), sys.argv[1])
+plans = plan(spec, {"item": np.arange(20_000, dtype=np.int32)})
+ones = lambda: jax.tree.map(np.ones_like, tables.read(plans))
+"""
+WAYS = {
+    "read in a forked child, put at the exit": """
+rows = ones()
+if (child := os.fork()) == 0:
+    tables.read(plans)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+atexit.register(tables.put, plans, rows)
+""",
+    # One that could not start has its work in a queue, which a later one must not take up.
+    "put where no thread can be started": """
+def refuse(self):
+    raise RuntimeError("can't start new thread")
+start, threading.Thread.start = threading.Thread.start, refuse
+tables.put(plans, ones())
+threading.Thread.start = start
+tables.read(plans)
+""",
+}
+
+
+@pytest.mark.process
+@pytest.mark.gate
+@pytest.mark.parametrize("way", WAYS)
+def test_many_rows_are_copied_whatever_becomes_of_threads(tmp_path, way):
+    command = [sys.executable, "-W", "ignore", "-c", LARGE + WAYS[way], str(tmp_path / "tables")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "Error" not in done.stderr
+    spec = jaxrec.EmbeddingSpec({"item": jaxrec.Table(20_000, 64)}, {"item": jaxrec.Lookup("item")}, shards=2)
+    tables = jaxrec.HostTables.attach(spec, jaxrec.sgd(0.1), tmp_path / "tables")
+    assert tables.step == 1 and (dense_table(tables, *spec.stacks) == 1).all()

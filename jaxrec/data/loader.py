@@ -38,8 +38,9 @@ class Loader:
 
     Without a seed, rows come in file order. With one, each epoch shuffles the blocks, then the rows within windows of
     consecutive blocks of that order. The last batch of an epoch is padded with examples of weight 0 and missing ids.
-    Like a file, a Loader has one iterator: another loop goes on where the last one was left, with the batches that an
-    engine took ahead. After `seek` there is a new one, and the old one raises ValueError when it is advanced.
+    Like a file, a Loader has one iterator: another loop goes on where the last one was left, and another run of an
+    engine with the batches that it had taken ahead. After `seek` there is a new one, and the old one raises ValueError
+    when it is advanced.
 
     Args:
       source: the blocks.
@@ -84,8 +85,7 @@ class Loader:
         if self._seed is None:  # so that no block is read before that of the first row
             self._window_blocks = 1
         self.window_rows = int(self._rows.max()) * self._window_blocks
-        self._turn = [0]  # position of the present iterator, which alone may change it
-        self._iterator: Iterator[Batch] | None = None
+        self._turn = _Turn(self, 0)
         self._first: tuple[int, list[Column]] | None = None  # the first block read, and its columns
 
     def __len__(self) -> int:
@@ -95,37 +95,25 @@ class Loader:
 
     def position(self) -> int:
         """Return the number of batches delivered since the start of the first epoch; an engine takes some ahead."""
-        return self._turn[0]
+        return self._turn.position
 
     def seek(self, position: int) -> None:
         """Make the next iteration start at batch `position`, at the cost of reading at most one window."""
         position = whole_number("position", position, 0)
         if self._epochs is not None and position > len(self):
             raise ValueError(f"position={position} must lie between 0 and {len(self)}, the number of batches.")
-        self._turn, self._iterator = [position], None
+        self._turn.batches = None  # frees its window, unless another thread is reading there
+        self._turn = _Turn(self, position)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._iterator is None:
-            self._iterator = self._batches(self._turn)
-        return self._iterator
+        return self._turn
 
-    def _batches(self, turn: list[int]) -> Iterator[Batch]:
-        # Counts on its own: another thread may be reading here while `seek` is called.
-        try:
-            while self._epochs is None or turn[0] < len(self):
-                epoch, first = divmod(turn[0], self.batches_per_epoch)
-                for batch in self._epoch(epoch, first * self._batch_size):
-                    # Counted before the yield, so that position() == p + 1 once batch p is delivered.
-                    turn[0] += 1
-                    yield batch
-                    if self._turn is not turn:
-                        raise ValueError(
-                            "`seek` was called while this iterator was in use: leave the loop then, or make a Loader "
-                            "for each."
-                        )
-        finally:  # also if the source raised: the next loop reads that batch again
-            if self._turn is turn:
-                self._iterator = None
+    def _batches(self, position: int) -> Iterator[Batch]:
+        while self._epochs is None or position < len(self):
+            epoch, first = divmod(position, self.batches_per_epoch)
+            for batch in self._epoch(epoch, first * self._batch_size):
+                position += 1
+                yield batch
 
     def _epoch(self, epoch: int, skip: int) -> Iterator[Batch]:
         size, waiting = self._batch_size, list[Columns]()
@@ -173,6 +161,31 @@ class Loader:
         ids = {key[1]: _padded(array, missing, -1) for key, array in rows.items() if isinstance(key, tuple)}
         label, weight = (_padded(array.astype(np.float32), missing, 0) for array in (rows["label"], weight))
         return Batch(ids, label, _padded(rows["dense"], missing, 0), weight)
+
+
+class _Turn(Iterator[Batch]):
+    """The iterator of a loader until `seek`; it counts on its own, as a thread may be reading here meanwhile.
+
+    It stays the same at its end and after an error of the source: by it an engine finds the batches it has taken ahead.
+    """
+
+    def __init__(self, loader: Loader, position: int):
+        self.loader, self.position = loader, position
+        self.batches: Iterator[Batch] | None = None
+
+    def __next__(self) -> Batch:
+        if self.loader._turn is not self:
+            raise ValueError(
+                "`seek` was called while this iterator was in use: leave the loop then, or make a Loader for each."
+            )
+        batches = self.batches = self.batches or self.loader._batches(self.position)
+        try:
+            batch = next(batches)
+        except BaseException:  # of the source: the next call reads that batch again; or the end
+            self.batches = None
+            raise
+        self.position += 1
+        return batch
 
 
 def _together(parts: Sequence[Columns]) -> Columns:

@@ -8,14 +8,16 @@ whose numbers all equal k are in the state after k puts.
 Legend: S shards, V rows of a stack, U padded unique rows per shard, E embedding width, K slot width.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import json
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -196,24 +198,52 @@ _MUCH = 4 << 20  # bytes from which on threads copy faster than the thread that 
 
 @functools.cache
 def _copiers() -> ThreadPoolExecutor | None:
-    """Return the threads that copy rows while training waits, or None on a single core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(cores, "rows") if cores > 1 else None
+    """Return the threads that help a waiting one to copy rows, or None on a single core."""
+    others = _cores() - 1
+    return ThreadPoolExecutor(others, "rows", lambda: setattr(_mine, "copies", True)) if others else None
+
+
+def _cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_mine = threading.local()
+
+
+def in_copier() -> bool:
+    """Return whether this is a thread that copies rows, for which another thread waits."""
+    return getattr(_mine, "copies", False)
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has none of the threads
+    os.register_at_fork(after_in_child=_copiers.cache_clear)
 
 
 def _for_each(copy: Callable[[Any], None], pieces: Iterable, arrays: Iterable[np.ndarray]) -> None:
     """Call copy(piece) for each piece, in threads if the arrays are large, as one core leaves a memory idle."""
     pool = _copiers() if sum(array.nbytes for array in arrays) >= _MUCH else None
-    if pool is None:
-        for piece in pieces:
+    left, helpers = collections.deque(pieces), list[Future]()
+
+    def copy_some():
+        while left:
+            try:
+                piece = left.popleft()
+            except IndexError:  # another thread was faster
+                return
             copy(piece)
-        return
-    copies = [pool.submit(copy, piece) for piece in pieces]
+
     try:
-        for done in copies:
-            done.result()
+        if pool is not None:
+            with contextlib.suppress(RuntimeError):  # no more threads, as when the interpreter ends: no help
+                for _ in range(min(len(left), _cores()) - 1):
+                    helpers.append(pool.submit(copy_some))
+        copy_some()
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
     finally:
-        wait(copies)  # after Ctrl-C too: nothing is written behind the caller's back
+        left.clear()  # after an error or Ctrl-C too, nothing is written behind the caller's back
+        wait(helpers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

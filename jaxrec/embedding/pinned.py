@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import mmap
+import os
 import queue
 import threading
 import traceback
@@ -261,7 +262,7 @@ class PinnedTables(PutCounts):
 
     @property
     def host(self) -> HostTables:
-        """The same rows as `HostTables`, once the devices have put the last ones."""
+        """The same rows as `HostTables`, once the devices have put the last ones; ask anew after each step."""
         jax.block_until_ready(self.traced.puts)
         self._wait()
         self.uses_by_host += 1
@@ -347,8 +348,10 @@ _dropped = queue.SimpleQueue[Callable[[], Any]]()
 
 @functools.cache
 def _start_releasing():
+    """Start the thread, and return the id of the process that has it."""
     threading.Thread(target=_release_dropped, name="release-pinned-rows", daemon=True).start()
     atexit.register(_wait_for_releases)
+    return os.getpid()
 
 
 def _release_dropped():
@@ -361,7 +364,8 @@ def _release_dropped():
 
 def _wait_for_releases():
     """Wait until the memory of the tables dropped so far is free."""
-    _start_releasing()
+    if _start_releasing() != os.getpid():  # a forked child has no such thread
+        return
     done = threading.Event()
     _dropped.put(done.set)
     done.wait()

@@ -291,6 +291,11 @@ class Flight:
             self.items |= {number: item.afresh() for number, item in self.items.items() if number >= self.committed}
             self.paused = False
 
+    def resume(self) -> None:
+        """Continue after `pause` if no row has changed: what is gathered stays valid."""
+        with self._changing():
+            self.paused = False
+
     def mark_lost(self, shards: Collection[int]) -> None:
         """Mark shards as lost: their pending writes are lost with them, and gathers wait for their recovery."""
         with self._changing():
@@ -350,19 +355,44 @@ class Flight:
         with self._changing():
             self.stopped = True
 
-    def end(self, deferred: Sequence[int], patience_seconds: float) -> list[BaseException | None]:
+    def wait_for_last_snapshot(self, deferred: Sequence[int], patience_seconds: float) -> None:
+        """Wait until no snapshot is being saved, with the patience of `end`."""
+        self._wait_for_ends(lambda worker: worker.stage == "snapshot", deferred, patience_seconds)
+
+    def end(self, deferred: Sequence[int], patience_seconds: float, over: bool) -> list[BaseException | None]:
         """Wait until all committed rows are written and all threads have ended; return untrained batches to the stream.
 
         After `patience_seconds` a warning lists the threads still awaited. If `deferred`, the list of deferred signals,
         grows after that, InterruptedError is raised, and the run is not left.
 
+        Args:
+          over: whether all batches before the end of the stream, or before an error, are trained.
+
         Returns:
-          The failures after the commit, of a snapshot, and before the commit; None where there was none.
+          The failures after the commit, of a snapshot, and that error; None where there was none.
         """
         self.stop()
         # Not a planner inside the stream, which ends when that lets it go.
         in_stream = lambda worker: worker.stage == "plan" and self.in_stream
-        awaited = lambda: [worker for worker in self.threads if not worker.ended and not in_stream(worker)]
+        self._wait_for_ends(lambda worker: not in_stream(worker), deferred, patience_seconds)
+        for worker in self.threads:
+            if not in_stream(worker):
+                worker.join()
+        # After the joins: no thread plans, or holds any part of a batch, when the batches return to the stream.
+        left = [item for item in self.items.values() if item.number >= self.committed]
+        in_turn = left[0].over if left and over and not self.failed() else None
+        in_turn = in_turn if isinstance(in_turn, BaseException) else None
+        # Batches that could not be loaded are tried again; other errors are raised in their turn.
+        back = [item.over if item.batch is None else item.batch for item in left]
+        self.stream.give_back([each for each in back if each is not in_turn and each is not END and each is not None])
+        if not self.threads:  # no thread could be started, so no planner will set it
+            self.stream.free.set()
+        self.items, self.threads = {}, []
+        return [self.error, self.snapshot_error, in_turn]
+
+    def _wait_for_ends(self, chosen, deferred, patience_seconds):
+        """Wait until the chosen threads have ended, see `end`."""
+        awaited = lambda: [worker for worker in self.threads if not worker.ended and chosen(worker)]
         if not interrupts.wait(self.changed, lambda: not awaited(), patience_seconds):
             names, before = ", ".join(f"{worker.name} at batch {worker.batch}" for worker in awaited()), len(deferred)
             # The run must be left even where warnings are errors.
@@ -370,19 +400,8 @@ class Flight:
                 warnings.warn(
                     f"leaving the run waits for threads that have not ended yet: {names}. Ctrl-C stops this wait, and "
                     "the next call of the pipeline takes it up.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self.wait(lambda: not awaited() or len(deferred) > before)
             if awaited():
                 raise InterruptedError(f"the run was not left, as these threads have not ended: {names}")
-        for worker in self.threads:
-            if not in_stream(worker):
-                worker.join()
-        # After the joins: no thread plans, or holds any part of a batch, when the batches return to the stream.
-        left = [item for item in self.items.values() if item.number >= self.committed]
-        self.stream.give_back([item.batch for item in left if item.batch is not None])
-        if not self.threads:  # no thread could be started, so no planner will set it
-            self.stream.free.set()
-        self.items, self.threads = {}, []
-        before_commit = next((item.over for item in left if isinstance(item.over, BaseException)), None)
-        return [self.error, self.snapshot_error, before_commit]

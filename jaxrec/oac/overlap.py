@@ -72,7 +72,7 @@ class Overlap:
     """
 
     def __init__(self, task: Task, window: int = 2):
-        self.task, self.window = task, whole_number("window", window)
+        self.task, self.spec, self.window = task, task.spec, whole_number("window", window)
         self._update: Callable = jax.jit(task.checked_update, donate_argnums=0)
         self._programs = compile_programs(as_mesh(task.mesh), tuple(task.spec.stacks), self.window)
         self._capacity: dict[str, int] = {}

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxrec.callbacks import AfterStep, Callback
+from jaxrec.callbacks import AfterStep, Callback, RolledBack
 from jaxrec.embedding import HostedTables
+from jaxrec.embedding.host import in_copier
 from jaxrec.engine import CHECK_EVERY_STEPS, REMEDY, Engine, RecoveryCounter, add_failures, first_failure
 from jaxrec.interrupts import raise_deferred, uninterrupted
 from jaxrec.oac.flight import Flight
@@ -95,7 +96,7 @@ class Pipeline(Engine):
         options = check_options(mode, window, loaders=loaders, fetchers=fetchers, ahead=ahead)
         self.mode, self.window = options.mode, options.window
         mesh = checked_mesh(task, state)
-        self._stages = self.stages_type(task.checked_update, state, mesh, options, send, fetch, capacity)
+        self._stages = self.stages_type(task, state, mesh, options, send, fetch, capacity)
         self.counters, self.compilations = self._stages.counters, 0
         self._begin_at(state, 0)
         self._save_tries = RecoveryCounter()
@@ -141,13 +142,17 @@ class Pipeline(Engine):
                 yield self._state, metrics
                 at_yield = False
             self._losses.check()
-            self._leave()
+            self._leave(over=True)
         except BaseException as error:
             if at_yield and isinstance(error, GeneratorExit):  # the run is left, not a callback's own GeneratorExit
                 self._leave_at_yield()
                 return
             self._leave(error)
-            add_failures(error, self._pop_unraised())
+            failures = self._pop_unraised()
+            # `run` goes back, which undoes all but a save that has failed, and drops the error with its notes.
+            if isinstance(error, RolledBack) and (failed := self.flight.snapshot_error) is not None:
+                raise failed from error
+            add_failures(error, failures)
             raise
         self._raise_failures()
         self._snapshots.warn(self.step)
@@ -188,14 +193,14 @@ class Pipeline(Engine):
             # A Ctrl-C during the commit is deferred until the callbacks of its step are done; one during them is not.
             try:
                 self._after_step(plans, metrics)
-                # Before the snapshot, which cannot save rows of lost shards.
-                self._recover_lost()
-                # After the callbacks, as their changes of the dense state belong to the step.
-                self._begin_snapshots()
-                # After the snapshot, so that recovery from an emulated failure can use the save of this step.
-                self._recover_marked()
             finally:
                 raise_deferred(deferred)
+            # Before the snapshot, which cannot save rows of lost shards.
+            self._recover_lost()
+            # After the callbacks, as their changes of the dense state belong to the step.
+            self._begin_snapshots()
+            # After the snapshot, so that recovery from an emulated failure can use the save of this step.
+            self._recover_marked()
         except Exception as error:
             error.add_note(self.flight.where("commit", item.number - self.flight.first))
             raise
@@ -278,27 +283,35 @@ class Pipeline(Engine):
             )
 
     def _change_once(self, change):
+        with self._at_rest(changes=not self._looking):
+            return self._try_change(change, self.tables)
+
+    @contextlib.contextmanager
+    def _at_rest(self, changes):
+        """Let nothing else use the tables in this block; after changes, prefetched rows are gathered again."""
         self.drain()
         self.flight.wait_for_snapshot()  # its save may still be active
         try:
             self.flight.pause()
             self._progress.refuse_broken()
-            return self._try_change(change, self.tables)
+            yield
         finally:
             with uninterrupted():
-                # Before the restart, as loaders may gather at once. The restart voids the ring; otherwise a later batch
-                # would undo the change.
-                self._progress.mark_current()
-                self.flight.restart()
+                self._progress.mark_current()  # before anything is gathered again
+                if changes:
+                    self.flight.restart()  # it voids the ring; otherwise a later batch would undo the changes
+                else:
+                    self.flight.resume()
 
-    def _begin_snapshots(self):
+    def _begin_snapshots(self, wait=None):
         """Begin to save the snapshots of the step just committed, and those that lost shards have delayed.
 
-        If a loss is not finite they are dropped, as such a state must not take the place of a good image.
+        Each waits for the one before it. If a loss is not finite they are dropped, as such a state must not take the
+        place of a good image.
         """
         while snapshot := self._snapshots.due(self.step):
             # If Ctrl-C ends the wait for the previous snapshot, this one stays pending.
-            self.flight.wait_for_snapshot()
+            (wait or self.flight.wait_for_snapshot)()
             if self.flight.lost_shards:  # possibly met by the save that was awaited, which then comes first
                 return
             self._drop_unless_finite(self._stages.dense)
@@ -365,7 +378,8 @@ class Pipeline(Engine):
             self._recover({*shards, *lost.shards})
             return
         # The batches whose gathers met the loss are gathered again, even if no callback has used `exclusive`.
-        self.at_rest(lambda tables: None)
+        with self._at_rest(changes=True):
+            pass
         # After the restart: until then, gathers in progress may have reported the same loss.
         self.flight.mark_recovered(shards)
 
@@ -403,22 +417,26 @@ class Pipeline(Engine):
         if self._unraised:
             raise first_failure(self._unraised) from None  # kept, so that the next call raises it too
 
-    def _leave(self, told: BaseException | None = None) -> None:
+    def _leave(self, told: BaseException | None = None, over: bool = False) -> None:
         """End the threads of the run, if any, write committed rows, and keep failures in `_unraised`.
 
-        `told` is the error that ends the run: if it is ShardsLost, it reports the lost shards.
+        `told` is the error that ends the run: if it is ShardsLost, it reports the lost shards. `over` as for
+        `Flight.end`.
         """
         flight = self.flight
-        if threading.current_thread() in flight.threads:
-            # Garbage collection dropped the run in a thread of the pipeline: the next call waits for the threads.
+        if threading.current_thread() in flight.threads or in_copier():
+            # Garbage collection dropped the run in a thread that it waits for: the next call waits for the threads.
             flight.stop()
             return
         with uninterrupted() as deferred:
             if self._left:
                 return
-            # The snapshot of the last step, if its callbacks were interrupted; before the threads learn of the end.
-            failed = result_or_error(self._begin_snapshots)
-            failures = [*flight.end(deferred, self.patience_seconds), failed]
+            flight.stop()  # first: if this is interrupted, its threads end nevertheless
+            # The snapshots of the last step, if its callbacks were interrupted.
+            wait = lambda: flight.wait_for_last_snapshot(deferred, self.patience_seconds)
+            if isinstance(failed := result_or_error(lambda: self._begin_snapshots(wait)), InterruptedError):
+                raise failed
+            failures = [*flight.end(deferred, self.patience_seconds, over), failed]
             if flight.error is None:
                 self._progress.mark_current()
                 self._guarded_tables = self.tables

@@ -24,6 +24,7 @@ from jaxrec.oac import ring as rings
 from jaxrec.oac.options import PipelineOptions, nbytes
 from jaxrec.prefetch import result_or_error
 from jaxrec.sharding import BATCH, EVERYWHERE, SPLIT, plan_specs, shardings
+from jaxrec.task import Task
 from jaxrec.types import Batch, Plan, Rows, TrainState
 
 
@@ -86,17 +87,17 @@ class Stages:
     """
 
     def __init__(
-        self, update: Callable, state: TrainState, mesh: jax.sharding.Mesh, options: PipelineOptions,
+        self, task: Task, state: TrainState, mesh: jax.sharding.Mesh, options: PipelineOptions,
         send: Callable | None = None, fetch: Callable | None = None, capacity: Mapping[str, int] | None = None,
     ):  # fmt: skip
         self.options = options
         self.dense, self.tables = state
         self.ring: Any = None  # Ring; None when it is void, until the next batch
-        spec = self.tables.spec
+        self._spec = spec = task.spec  # lookups of the tables' own spec may be others
         self.capacity = capacity  # {stack: U}; U only grows
         self.counters: collections.Counter = collections.Counter()
         self._lock = threading.Lock()  # guards the counters
-        self.update: Callable = jax.jit(update, donate_argnums=0)
+        self.update: Callable = jax.jit(task.checked_update, donate_argnums=0)
         self._programs = compile_ops(mesh, tuple(spec.stacks), spec.shards)
         self._send, self._fetch = send or jax.device_put, fetch or fetch_whole
         self._devices = mesh.size
@@ -110,8 +111,8 @@ class Stages:
     def plan(self, batch: Batch, number: int) -> Item:
         """Plan a batch; must be called in batch order."""
         # Reuses the capacity of earlier batches, so that programs are compiled for few shapes.
-        plans = plan(self.tables.spec, batch.ids, self.capacity)
-        validate.check_batch(self.tables.spec, plans, batch)
+        plans = plan(self._spec, batch.ids, self.capacity)
+        validate.check_batch(self._spec, plans, batch)
         examples = len(batch.weight)
         if examples % self._devices:  # told here, as a batch that a loader refuses is returned to the stream
             raise ValueError(

@@ -2,11 +2,13 @@
 
 import itertools
 import threading
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from threads import no_automatic_gc as no_automatic_gc  # a fixture
 
 from jaxrec.data.loader import Loader
 
@@ -191,6 +193,18 @@ def test_another_loop_goes_on_where_the_last_one_was_left_and_after_seek_the_old
     with pytest.raises(ValueError, match="`seek` was called"):
         next(batches)
     assert [b.ids["sparse"][0, 0] for b in loader] == [4]
+
+
+def test_a_seek_frees_what_was_read_and_ends_the_old_iterator_for_good(no_automatic_gc):
+    loader = Loader(Blocks([6, 6]), 2)
+    next(old := iter(loader))
+    window = weakref.ref(old.batches)
+    loader.seek(2)
+    assert window() is None
+    for _ in range(3):
+        with pytest.raises(ValueError, match="`seek` was called"):
+            next(old)
+    assert loader.position() == 2
 
 
 def test_a_loop_after_an_error_of_the_source_reads_the_batch_again():
