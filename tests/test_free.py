@@ -786,6 +786,14 @@ def test_tables_of_another_spec_are_refused():
         freely(HostTables.create(other, ROWS), [stream(0, 2)])
 
 
+def test_slots_of_another_row_optimizer_and_the_state_of_another_optimizer_are_refused():
+    with pytest.raises(ValueError, match="the tables have slots .* but the step's row optimizer wants"):
+        freely(HostTables.create(SPEC, adagrad(0.1)), [stream(0, 2)])
+    adam, alike = (Task(SPEC, loss, optimizer(0.1), sgd(0.1)) for optimizer in (optax.adam, optax.adabelief))
+    with pytest.raises(ValueError, match="the optimizer state is .*ScaleByAdamState.* wants .*ScaleByBeliefState"):
+        FreeTrainers(alike, adam.init(PARAMS, "host")).train(stream(0, 2))
+
+
 # ---- failures
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ import optax
 import pytest
 from threads import until
 
-from jaxrec.cluster import Machine
+from jaxrec.cluster import Machine, Supervisor
 from jaxrec.cluster.pool import TrainerPool
+from jaxrec.cluster.processes import Process
 from jaxrec.cluster.trainers import TrainerWork
 from jaxrec.embedding import EmbeddingSpec, HostTables, Lookup, Table, sgd
 from jaxrec.embedding.servers import ServerGone
@@ -88,6 +90,51 @@ def test_calls_are_answered_and_deaths_are_noticed():
     assert not directory.exists()
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("unreadable",)
+
+
+def test_what_ends_all_processes_of_a_run_is_for_its_driver_and_what_cannot_be_read_is_answered():
+    with Machine() as machine:
+        desk = machine.process(Desk, "the desk", ("Hello",))
+        assert desk.handle.call("greet", "Ann").result(60)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            os.kill(desk.pid, number)
+        with pytest.raises(ValueError, match="unreadable"):
+            desk.handle.call("greet", Unreadable()).result(60)
+        assert desk.handle.call("greet", "Bob").result(60) == "Hello, Bob" and desk.death_reason() == ""
+
+
+class Calls(dict):
+    """Handle to an object whose calls are futures, {method: future}."""
+
+    def call(self, method, *args):
+        return self.setdefault(method, Future())
+
+
+class Nobody(Process):
+    def kill(self):
+        raise NotImplementedError
+
+    def _ended(self):
+        return ""
+
+
+def test_a_process_that_nobody_has_asked_for_long_is_not_dead(monkeypatch):
+    monkeypatch.setattr("jaxrec.cluster.processes.START_TIMEOUT_S", 0.1)
+    calls = Calls()
+    process = Nobody("it", calls)
+    until(lambda: process.death_reason(0.01) == "it has not started within 0.1 s")
+    calls["process_info"].set_result(None)
+    assert process.death_reason(0.01) == "" and process.poll("progress") is None
+    until(lambda: process.death_reason(0.01) == "it has not answered for 0.1 s")  # for the first time
+    calls.pop("progress").set_result("early")
+    assert process.poll("progress") == "early" and process.death_reason(0.01) == ""
+    assert process.poll("progress") is None
+    until(lambda: process.death_reason(0.01) == "it has not answered for 0.01 s")
+
+
 def test_a_stopped_process_holds_up_no_call_however_large():
     large = os.urandom(1 << 24)
     with Machine() as machine:
@@ -120,18 +167,21 @@ if __name__ == "__main__":
             pid = desk.pid
         (machine.directory / "tables").write_text("rows")
         print(pid, machine.directory, flush=True)
-        threading.Event().wait()
+        if sys.argv[2] == "killed":
+            threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("with_process", [True, False])
-def test_a_killed_driver_leaves_no_process_and_nothing_in_shared_memory(tmp_path, with_process):
+@pytest.mark.parametrize(("with_process", "way"), [(True, "killed"), (False, "killed"), (True, "ended")])
+def test_a_driver_leaves_no_process_and_nothing_in_shared_memory(tmp_path, with_process, way):
     (tmp_path / "driver.py").write_text(DRIVER)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    command = [sys.executable, tmp_path / "driver.py", str(with_process)]
+    command = [sys.executable, tmp_path / "driver.py", str(with_process), way]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
         pid, directory = driver.stdout.readline().split()
-        driver.kill()
+        if way == "killed":
+            driver.kill()
+        assert driver.wait(60) == (-signal.SIGKILL if way == "killed" else 0)
     end = time.monotonic() + 30
     while (Path(f"/proc/{int(pid)}").exists() or Path(directory.decode()).exists()) and time.monotonic() < end:
         threading.Event().wait(0.05)
@@ -193,6 +243,8 @@ def test_what_a_machine_cannot_share_and_does_not_have_is_refused():
             TrainerPool(machine, tables, functools.partial(work_of, "none"))
         with pytest.raises(TypeError, match="resources"), pool_of(machine, "none", resources={"trainer": 1})[1]:
             pass
+        with pytest.raises(ValueError, match="processes of a Machine cannot reach the servers of a Cluster"):
+            TrainerPool(machine, Supervisor.__new__(Supervisor), functools.partial(work_of, "none"))
     with pytest.raises(ValueError, match="the machine is not entered"):
         TrainerPool(Machine(), tables, functools.partial(work_of, "none"))
 

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import threading
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -19,11 +20,14 @@ from pauses import Timed, longest_by_state
 from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
-from jaxrec.cluster.pool import PoolSyncServer, TrainerPool, image_of
+from jaxrec.cluster.pool import PoolSyncServer, ServedTables, TrainerPool, image_of
 from jaxrec.cluster.processes import Process
-from jaxrec.cluster.trainers import Progress
+from jaxrec.cluster.supervisor import GivenUp
+from jaxrec.cluster.trainers import Progress, TrainerProcess
+from jaxrec.embedding.lookup import plan
 from jaxrec.embedding.servers import ServerGone, ShardServer
 from jaxrec.shadowsync import model_averaging
+from jaxrec.types import ShardsLost
 
 PARAMS = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(0.5)}
 
@@ -217,6 +221,154 @@ def test_an_image_of_a_pool_has_positions_that_its_parameters_have_passed(pool_o
         params, _ = restored(tmp_path, work().params, fleet.tables)
     assert {name: leaf.shape for name, leaf in params.items()} == {"dense": (3,), "bias": ()}
     assert all(np.any(leaf) for leaf in params.values())
+
+
+def paced(allowed):
+    """Batches of a trainer, each once it is allowed."""
+
+    def batches(trainer, trainers):
+        def stream(start):
+            for number in range(start, 6):
+                assert allowed.acquire(timeout=60)
+                yield CLICKS.batch(number, 16)
+
+        return stream
+
+    return batches
+
+
+@pytest.mark.filterwarnings("ignore:.*(its successor has|restarts at):UserWarning")
+@pytest.mark.parametrize("saves", [True, False])
+def test_where_all_die_at_once_successors_have_the_parameters_saved_last_and_never_the_initial_ones(
+    pool_of, monkeypatch, tmp_path, saves
+):
+    begun_with, allowed = [], threading.Semaphore(3)
+
+    class Noted(PoolSyncServer):
+        def __init__(self, packed, leaves, *more):
+            begun_with.append(leaves)
+            super().__init__(packed, leaves, *more)
+
+    def kill(pool):
+        if not pool.failures and len(processes) == 2 and pool.progress[0].position == 3:
+            if saves:
+                pool.save()
+            for process in processes[:2]:
+                process.kill()
+            allowed.release(9)
+
+    monkeypatch.setattr("jaxrec.cluster.pool.PoolSyncServer", Noted)
+    of_all = work(batches=paced(allowed), rule=model_averaging(), every_steps=1)
+    pool, processes = pool_of(of_all, directory=tmp_path, save_every_seconds=1e6)
+    with pool, contextlib.nullcontext() if saves else pytest.raises(GivenUp, match="the dense parameters are lost"):
+        _, stats = pool.run(kill)
+        assert {one.kind for one in stats.failures} == {"trainer", "sync server"} and stats.examples == 6 * 16
+    if saves:
+        with Fleet(SPEC, OWN[1]) as fleet:
+            params, past = restored(tmp_path, work().params, fleet.tables)
+        assert past["positions"] == [3]
+        assert all(map(np.array_equal, begun_with[1], jax.tree.leaves(params)))
+        assert not any(map(np.array_equal, begun_with[1], begun_with[0]))
+
+
+def test_a_trainer_that_dies_after_the_last_round_is_replaced(pool_of, monkeypatch):
+    class DiesOnce(TrainerProcess):
+        def result(self):
+            if len(processes) == 2:
+                processes[1].kill()
+            return super().result()
+
+    monkeypatch.setattr("jaxrec.cluster.pool.TrainerProcess", DiesOnce)
+    pool, processes = pool_of(work(rule=model_averaging(), every_steps=1))
+    with pool, pytest.warns(UserWarning, match="trainer 0 restarts at its batch 12"):
+        (params,), stats = pool.run()
+    assert [one.kind for one in stats.failures] == ["trainer"] and stats.examples == 12 * 16
+    assert np.any(params["dense"])
+
+
+def test_a_trainer_that_answers_and_trains_nothing_is_named_once(pool_of):
+    allowed, said = threading.Semaphore(2), []
+    pool, _ = pool_of(work(batches=paced(allowed)), timeout_s=0.05)
+
+    def release(pool):
+        said.extend(str(one.message) for one in caught[len(said) :])
+        if said:
+            allowed.release(6)
+
+    with pool, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pool.run(release)
+    named = [message for message in said if "has trained no batch" in message]
+    assert len(named) == len(set(named)) > 0 and "trainer 0 answers" in named[0]
+
+
+def test_what_a_trainer_is_given_and_cannot_read_ends_the_run(pool_of, monkeypatch):
+    monkeypatch.setattr("jaxrec.cluster.pool.TrainerProcess", Illiterate)
+    pool, _ = pool_of(work())
+    with pool, pytest.raises(ModuleNotFoundError, match="not on that machine"):
+        pool.run()
+
+
+class Illiterate(TrainerProcess):
+    def begin(self, *args):
+        raise ModuleNotFoundError("not on that machine")
+
+
+def test_an_error_on_entering_a_pool_ends_its_processes(pool_of):
+    pool, processes = pool_of(work(), 2, cores=[[0], 1])
+    with pytest.raises(TypeError), pool:
+        pass
+    assert len(processes) == 1 and all(process.handle.dead.is_set() for process in processes)
+
+
+@pytest.mark.filterwarnings("ignore:.*is given up:UserWarning")
+def test_what_cannot_be_counted_of_a_trainer_given_up_is_told_and_loses_nothing(pool_of):
+    here = threading.current_thread()
+
+    def batches(trainer, trainers):
+        def stream(start):
+            if trainer == 1 and threading.current_thread() is here:
+                raise FileNotFoundError("not on this machine")
+            for number in range(start, 6):
+                if trainer == 1 and number == 4:
+                    processes[1].kill()
+                yield CLICKS.batch(number, 16)
+
+        return stream
+
+    pool, processes = pool_of(work(batches=batches), 2, most_deaths=0)
+    with pool, pytest.warns(UserWarning, match="the examples that trainer 1 has lost are not all counted"):
+        params, stats = pool.run()
+    assert len(params) == 1 and stats.steps[0] == 6 and stats.examples_lost == 0
+
+
+def test_rows_of_a_dead_server_are_initial_ones_where_no_image_is_intact(tmp_path):
+    with Supervised(SPEC, OWN[1]) as servers:
+        initial = every_row(servers.tables)
+        tables = ServedTables(servers, tmp_path, 1e6, PARAMS)
+        with Checkpointer(tmp_path / "other") as checkpointer:
+            checkpointer.save(image_of(tmp_path, PARAMS, servers.tables))
+        (tmp_path / "other" / "step_00000001").rename(tmp_path / "step_00000001")
+        for file in (tmp_path / "step_00000001").rglob("*"):
+            if file.is_file() and file.name != "manifest.json" and not file.name.startswith("_"):
+                file.write_bytes(b"damaged")
+        servers.ways[0].kill()
+        with pytest.raises(ShardsLost):
+            servers.tables.read(plan(SPEC, CLICKS.batch(0, 16).ids))
+        with pytest.warns(UserWarning, match="no image is intact, rows are initial ones again"):
+            tables.restore_lost(lambda: (None, {}))
+        jax.tree.map(np.testing.assert_array_equal, every_row(servers.tables), initial)
+        tables.close()
+
+
+def test_values_that_no_image_could_hold_are_refused_at_once_and_positions_are_numbers(pool_of, tmp_path):
+    with pytest.raises(TypeError, match="float32"):
+        pool_of(work(), extra={"rate": np.float32(0.1)})
+    rule, options = model_averaging(), {"directory": tmp_path, "save_every_seconds": 1e6}
+    pool, _ = pool_of(work(rule=rule, every_steps=1), positions=np.array([9]), **options)
+    with pool:
+        pool.run(lambda pool: pool.save() if pool.progress[0].position == 12 else None)
+    assert read_manifest(newest(tmp_path)).extra["positions"] == [12]
 
 
 def test_a_stop_saves_and_each_death_is_logged_once():

@@ -75,6 +75,25 @@ def test_rounds_go_on_without_a_dead_trainer_and_the_end_waits_for_its_successor
         clients[1].sync_round(1, brought(3), False)
 
 
+@pytest.mark.parametrize("name", ["ma", "easgd", "bmuf"])
+def test_a_successor_of_one_that_died_after_the_end_gets_the_parameters_of_the_others(name):
+    rule = RULES[name]
+    (handle,) = sync_servers_of(rule, 2)
+    clients = [SyncClient(rule, PARAMS, i, 1, [handle], 20.0) for i in (0, 1)]
+    *_, (_, first), (ended, last) = rounds(
+        clients, [((0,), False), ((0, 1), True)] if rule.has_centre else [((0, 1), True)]
+    )
+    assert last and (first or rule.has_centre)
+    for incarnation in (2, 3):  # the first one dies too
+        successor = SyncClient(rule, PARAMS, 1, incarnation, [handle], 20.0)
+        for done in (False, True):  # it trains its last batches once more
+            found, last = successor.sync_round(1, brought(9), done)
+            assert last and same(found, ended)
+    handle.call("give_up", 1).result(10)
+    with pytest.raises(ValueError, match="trainer=0 has finished"):
+        handle.server.sync_round(0, 1, list(brought(1).values()), False)
+
+
 @pytest.mark.parametrize("name", ["ma", "easgd"])
 def test_the_end_waits_no_longer_when_a_trainer_is_given_up(name):
     (handle,) = sync_servers_of(RULES[name], 2)

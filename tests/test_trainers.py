@@ -60,7 +60,9 @@ def test_what_counts_as_trained_is_what_has_no_gap_whoever_ends_first():
             trained.add(done := taken.pop(int(rng.integers(len(taken)))))
             stream.trained(done)
         first = min(set(range(201)) - trained)
-        assert (stream.position, stream.examples) == (first, int(sizes[:first].sum()))
+        assert stream.progress() == (first, int(sizes[:first].sum()))
+        assert not stream.over or len(taken) + len(trained) == 200
+    assert stream.over
 
 
 def test_one_trainer_at_servers_has_the_bits_of_threads_over_host_tables():
@@ -161,6 +163,33 @@ def test_successors_of_a_server_and_a_sync_server_announced_while_a_trainer_star
     trainer.replace_server(servers_of(incarnation=2)[0], deal(SPEC.shards, 2)[0], "killed")
     released.set()
     assert wait(trainer, "done").position == 12 and trainer.newest() is not None
+
+
+def test_a_trainer_that_answers_gives_signs_of_life_however_long_a_batch_takes(tmp_path):
+    entered, released, heartbeats = threading.Event(), threading.Event(), []
+
+    class Noting(SyncServer):
+        def heartbeat(self, *me):
+            heartbeats.append(me)
+
+    def slow(trainer, trainers):
+        def stream(start):
+            yield CLICKS.batch(0, 16)
+            entered.set()
+            assert released.wait(60)
+
+        return stream
+
+    rule, leaves = model_averaging(), [np.asarray(PARAMS["bias"]), PARAMS["dense"]]
+    HostTables.create(SPEC, OWN[1], tmp_path / "tables")
+    server = InThread(Noting(rule, leaves, 1, 20.0))
+    of_slow = work(batches=slow, rule=rule, every_steps=1)
+    trainer = begun(of_slow, tmp_path / "tables", [server], incarnation=2, timeout_s=0.01)
+    assert entered.wait(60)
+    heartbeats.clear()
+    until(lambda: trainer.progress().state == "training" and heartbeats)
+    released.set()
+    assert wait(trainer, "done").steps == 1 and set(heartbeats) == {(0, 2)}
 
 
 @pytest.mark.parametrize(

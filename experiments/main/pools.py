@@ -68,12 +68,12 @@ class SharedStream:
         return of
 
 
-def work_of(config: Config, params: Any) -> TrainerWork:
-    """Build the work of the trainers, in this process and in theirs."""
+def work_of(config: Config, params: Any, pace: Mapping[str, Any]) -> TrainerWork:
+    """Build the work of the trainers, in this process and in theirs, where a trainer may have one core of its own."""
     how, data = config.trainers, config.source.for_training(config.seed)
     assert isinstance(how, Processes)
     stream = SharedStream(lambda: data.train, data.steps, data.batches_in_a_row)
-    return TrainerWork(config.job(data).task, params, stream, how.rule, workers=how.workers, **how.pace(how.trainers))
+    return TrainerWork(config.job(data).task, params, stream, how.rule, workers=how.workers, **pace)
 
 
 def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def train_pool(config: Config, run: Run, data: Data, asked: Asked) -> dict[str, 
                 params, past = restored(directory, params, tables)
                 check_mapping(run, past, data)
             of_process = dataclasses.replace(config, source=config.source.from_anywhere())
-            work = functools.partial(work_of, of_process, params)
+            work = functools.partial(work_of, of_process, params, how.pace(trainers))
             extra: dict[str, Any] = {**mapping_of(data), "examples_before": examples_of(past)}
             watch = Watch(run, data.steps // trainers * trainers, asked)
             with contextlib.closing(watch.bar), TrainerPool(

@@ -10,6 +10,7 @@ A process serves calls at a socket in a directory of shared memory that only thi
 has started it ends, however it ends, it ends too, and the directory is removed.
 """
 
+import atexit
 import contextlib
 import importlib
 import multiprocessing
@@ -107,7 +108,8 @@ class LocalAnswer:
         try:
             if not self._connection.poll(timeout):
                 raise TimeoutError("no answer yet")
-            return _receive(self._connection)
+            with _receive(self._connection) as file:
+                return pickle.load(file)
         except (EOFError, ConnectionError):
             return False, ServerGone(f"{self._name} has ended")
 
@@ -144,6 +146,7 @@ class LocalProcess(Process):
                 target=_serve, args=(listening, kind, tuple(args)), name=name, daemon=True
             )
             self._process.start()
+        atexit.register(self.kill)  # before the end of `multiprocessing`, which asks by SIGTERM and waits
         super().__init__(name, LocalHandle(address, name))
 
     @property
@@ -157,6 +160,7 @@ class LocalProcess(Process):
 
     def kill(self) -> None:
         """Kill the process, also one that is stopped (SIGSTOP)."""
+        atexit.unregister(self.kill)
         self._process.kill()
         self._process.join(_KILL_S)
         with contextlib.suppress(FileNotFoundError):
@@ -165,7 +169,8 @@ class LocalProcess(Process):
 
 def _serve(listening: socket.socket, kind: type, args: tuple) -> None:
     """Serve the calls of an object in this process until the driver has ended."""
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: for the driver, which saves while trainers run
+    # Of a terminal or a scheduler, for all processes of a run: the driver handles them, and saves while trainers run.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     keep_memory()
     threading.Thread(target=_end_with_driver, daemon=True).start()
@@ -192,14 +197,14 @@ def _send(connection, message, directory):
 
 
 def _receive(connection):
-    with open(reduction.recv_handle(connection), "rb") as file:
-        return pickle.load(file)
+    return open(reduction.recv_handle(connection), "rb")
 
 
 def _answer(connection, served, directory):
-    with connection, contextlib.suppress(EOFError, ConnectionError):
-        method, args = _receive(connection)
+    with connection, contextlib.suppress(EOFError, ConnectionError), _receive(connection) as file:
+        method = "a call"
         try:
+            method, args = pickle.load(file)
             found = True, _process_info() if method == "process_info" else getattr(served, method)(*args)
         except Exception as error:
             found = False, error

@@ -20,7 +20,9 @@ back:
 - sync server: its successor starts with the parameters that a trainer has sent last; training does not wait;
 - driver: all processes end.
 
-A process that does not answer for `timeout_s`, because it is stopped or its machine is lost, counts as dead.
+If all processes with the newest parameters die at once, successors start with those that the pool has seen last, at a
+save or an earlier death; if it has seen none, the run ends. A process that does not answer for `timeout_s`, because it
+is stopped or its machine is lost, counts as dead; a trainer that answers, but trains no batch for so long, is named.
 **Accounting**: an example counts as trained once, when the pool has polled a position after it; the remaining examples
 of a trainer that is given up after too many deaths are lost. Both add up to the stream. Reference: Zheng et al.,
 ShadowSync, arXiv 2003.03477, which does not treat failures. Legend: n trainers, m workers of each.
@@ -28,6 +30,7 @@ ShadowSync, arXiv 2003.03477, which does not treat failures. Legend: n trainers,
 
 import contextlib
 import dataclasses
+import json
 import math
 import threading
 import time
@@ -42,7 +45,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrec.bounds import is_positive, real_number, whole_number
-from jaxrec.checkpoint import Checkpointer, images, newest_first, restore_each
+from jaxrec.checkpoint import Checkpointer, DamagedImage, images, newest_first, restore_each
 from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster.local import Machine
 from jaxrec.cluster.processes import Process, RayProcess, packed
@@ -58,7 +61,7 @@ from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floati
 from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.types import DenseState, PyTree, ShardsLost, TrainState
 
-_POLL_S, _NEWEST_TIMEOUT_S = 0.1, 2.0
+_POLL_S = 0.1
 # Errors that the death of another process may cause in a trainer; its successor need not fail again.
 _CAUSED_BY_OTHERS = ("PeerLeft", "ShardsLost", "ServerGone", "OtherIncarnation", "TimeoutError")
 # Fields of `Progress` that are summed over the incarnations of a trainer.
@@ -110,10 +113,11 @@ class TrainerPool:
       directory: directory of images, the newest of which restores the rows of a dead server; None for initial rows.
       save_every_seconds: interval at which an image of all rows is saved into the directory; None to not save.
       run: run id of the images; that of the directory, or a new one, if None.
-      extra: further JSON values to save with each image.
+      extra: further values to save with each image, as `json.dumps` takes them.
       positions: number of the first batch of each trainer, such as `extra["positions"]` of an image whose rows the
         servers have; None for 0.
-      timeout_s: seconds after which a process that does not answer counts as dead.
+      timeout_s: seconds after which a process that does not answer counts as dead, and a warning names a trainer that
+        answers and trains no batch.
       most_deaths: tolerated deaths of each trainer; one more, and it is given up.
       resources: of a cluster: those that select each trainer's machine, such as {'trainer': 1}; None for any machine.
 
@@ -142,17 +146,21 @@ class TrainerPool:
         sizes = [leaf.nbytes for leaf in self._initial]
         self._assigned = [] if rule is None else assign_leaves(sizes, rule, sync_servers)
         self._extra = dict(extra or {})
+        json.dumps(self._extra)  # raises now, as a save could only warn
         kind: Any = SharedTables if isinstance(servers, HostTables) else ServedTables
         self._tables: SharedTables = kind(servers, directory, save_every_seconds, work.params, run)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
         self._trainers, self._sync_servers = list[Process](), list[Process]()
         self._incarnations = [1] * trainers
         # Of the newest incarnation.
-        self._progress = [Progress(position=position) for position in positions or [0] * trainers]
+        self._progress = [Progress(position=int(position)) for position in positions or [0] * trainers]
         self._before = [Progress()] * trainers  # of the previous incarnations, summed
         self._params: dict[int, PyTree] = {}  # {trainer: parameters} of those that are done
         self._given_up: dict[int, str] = {}  # {trainer: reason}
         self._lost_since: dict[int, float] = {}  # {trainer: when it was first seen waiting for a server}
+        self._begun: dict[int, Any] = {}  # {trainer: answer to its `begin`}
+        self._trained_at: dict[int, float] = {}  # {trainer: when it was last seen to train; inf once it is named}
+        self._seen: list[np.ndarray] | None = None  # leaves that a process had at a save or a death
         self._started_at = time.monotonic()
 
     @property
@@ -173,8 +181,14 @@ class TrainerPool:
     def __enter__(self) -> "TrainerPool":
         self._tables.begin(self)
         self._started_at = time.monotonic()
-        self._sync_servers = [self._start_sync_server(number, None) for number in range(len(self._assigned))]
-        self._trainers = [self._start_trainer(number, None) for number in range(len(self._progress))]
+        try:
+            for number in range(len(self._assigned)):
+                self._sync_servers.append(self._start_sync_server(number, None))
+            for number in range(len(self._progress)):
+                self._trainers.append(self._start_trainer(number, None))
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -193,7 +207,7 @@ class TrainerPool:
 
         Raises:
           ValueError: the pool is not entered.
-          GivenUp: all trainers, or the shard servers, have died too often.
+          GivenUp: all trainers, or the shard servers, have died too often, or the dense parameters are lost.
           RuntimeError: a trainer has failed by an error of its own, with which its successor would fail again.
         """
         if not self._trainers:
@@ -251,6 +265,7 @@ class TrainerPool:
         leaves = self._leaves()
         if leaves is None and positions["examples"]:
             raise OSError("an image was not saved: no trainer or sync server has sent its parameters")
+        self._seen = leaves or self._seen
         return leaves, self._extra | positions
 
     def _running(self):
@@ -260,10 +275,10 @@ class TrainerPool:
 
     def _start_trainer(self, number, leaves):
         name = f"trainer {number} (incarnation {self._incarnations[number]})"
-        one = self._process(TrainerProcess, name, **self._resources)
         cores = None if self._cores is None else list(self._cores[number])
+        one = self._process(TrainerProcess, name, **self._resources)
         sync_servers = [server.handle for server in self._sync_servers]
-        one.handle.call(
+        self._begun[number] = one.handle.call(
             "begin", self._packed, number, len(self._progress), self._incarnations[number],
             self._progress[number].position, leaves, self._tables.access, sync_servers,
             f"{self._name}-{number}", self._timeout_s, cores,
@@ -278,7 +293,10 @@ class TrainerPool:
         if found is None:
             return
         if found.state == "waiting":  # `begin` has not arrived, and it does not know its position
+            with contextlib.suppress(TimeoutError, ServerGone):
+                self._begun[number].result(0)  # raises if its arguments could not be read there
             return
+        self._name_if_idle(number, found)
         self._progress[number] = found
         self._check_lost(number, found.lost)
         if found.state == "done":
@@ -287,6 +305,18 @@ class TrainerPool:
             if not found.reason.startswith(_CAUSED_BY_OTHERS):
                 raise RuntimeError(f"trainer {number} has failed: {found.reason}")
             self._start_successor(number, f"{one.name} has failed: {found.reason}")
+
+    def _name_if_idle(self, number, found):
+        now, at = time.monotonic(), self._progress[number].position
+        if found.state != "training" or found.position != at:
+            self._trained_at[number] = now
+        elif now - self._trained_at.setdefault(number, now) > self._timeout_s:
+            self._trained_at[number] = math.inf  # once
+            warnings.warn(
+                f"trainer {number} answers, but has trained no batch for {self._timeout_s:g} s, at its batch {at}: its "
+                "stream, a step or a lost server holds it up",
+                stacklevel=4,
+            )
 
     def _check_lost(self, number, lost):
         """Look at the servers of shards that a trainer takes for lost.
@@ -322,7 +352,7 @@ class TrainerPool:
             warnings.warn(f"{reason}; trainer {number} is given up at its batch {position}", stacklevel=4)
             return
         self._incarnations[number] += 1
-        leaves = self._leaves()
+        leaves = self._or_seen(self._leaves())
         self._trainers[number] = self._start_trainer(number, leaves)
         whose = "its initial parameters" if leaves is None else "the parameters of the others"
         warnings.warn(
@@ -330,8 +360,18 @@ class TrainerPool:
             stacklevel=4,
         )
 
+    def _or_seen(self, leaves):
+        """Return leaves, or those seen last if there are none; None for the initial ones, before the first round."""
+        self._seen = leaves or self._seen
+        if self._seen is None and any(one.rounds for one in self._summed_progress()):
+            raise GivenUp(
+                "the dense parameters are lost: all processes that had them have died, and this run has not saved. Go "
+                "on from the last image."
+            )
+        return self._seen
+
     def _leaves(self):
-        """Return the leaves with which a trainer that joins now starts; None for the initial ones."""
+        """Return the leaves with which a trainer that joins now starts; None if no process has any."""
         found: dict[int, np.ndarray] = {}
         for server, mine in zip(self._sync_servers, self._assigned, strict=True):
             try:
@@ -342,9 +382,11 @@ class TrainerPool:
 
     def _newest_leaves(self):
         """Return the leaves that some running trainer has sent last to a round; None if there are none."""
-        for number in self._running():
+        answers = _tell([self._trainers[number] for number in self._running()], "newest")
+        end = time.monotonic() + self._timeout_s  # for all together, as a step may keep them from answering
+        for answer in answers:
             with contextlib.suppress(ServerGone, TimeoutError):
-                if (found := self._trainers[number].handle.call("newest").result(_NEWEST_TIMEOUT_S)) is not None:
+                if (found := answer.result(max(0, end - time.monotonic()))) is not None:
                     return found
         return None
 
@@ -363,7 +405,8 @@ class TrainerPool:
             return
         self._sync_servers[number].kill()
         self._record_death("sync server", number, reason)
-        successor = self._sync_servers[number] = self._start_sync_server(number, self._newest_leaves())
+        leaves = self._or_seen(self._newest_leaves())
+        successor = self._sync_servers[number] = self._start_sync_server(number, leaves)
         warnings.warn(f"{reason}; its successor has started with the parameters of a trainer", stacklevel=3)
         for trainer, one in enumerate(self._trainers):
             if trainer in running:
@@ -383,15 +426,25 @@ class TrainerPool:
 
     def _examples_lost(self):
         """Return the number of examples of given-up trainers after their last positions."""
-        streams = [self._work.batches(n, len(self._trainers))(self._progress[n].position) for n in self._given_up]
-        return sum(examples_in(batch) for stream in streams for batch in stream)
+        lost = 0
+        for number in self._given_up:
+            try:
+                for batch in self._work.batches(number, len(self._trainers))(self._progress[number].position):
+                    lost += examples_in(batch)
+            except Exception as error:  # all others have trained to the end
+                warnings.warn(
+                    f"the examples that trainer {number} has lost are not all counted: {error!r}", stacklevel=4
+                )
+        return lost
 
 
 def _tell(processes, method, *args):
-    """Call a method of processes; those that are dead are noticed by their polls."""
+    """Call a method of processes and return the pending answers; those that are dead are noticed by their polls."""
+    answers = []
     for one in processes:
         with contextlib.suppress(ServerGone):
-            one.handle.call(method, *args)
+            answers.append(one.handle.call(method, *args))
+    return answers
 
 
 def _check(cluster, servers, work, trainers, cores, positions, directory, save_every_seconds):
@@ -401,6 +454,8 @@ def _check(cluster, servers, work, trainers, cores, positions, directory, save_e
             "HostTables are shared by processes of one Machine, through files: create them in a directory, such as "
             "machine.directory / 'tables'."
         )
+    if isinstance(servers, Supervisor) and isinstance(cluster, Machine):
+        raise ValueError("processes of a Machine cannot reach the servers of a Cluster: TrainerPool(cluster, ...).")
     whole_number("trainers", trainers)
     whole_number("work.workers", work.workers)
     for name, given in (("cores", cores), ("positions", positions)):
@@ -577,7 +632,11 @@ class ServedTables(SharedTables):
             try:
                 # Each shard from the newest image in which it is intact.
                 candidates = [] if self._directory is None else newest_first(self._directory)
-                restore_each(candidates, self._tables, lost)
+                try:
+                    restore_each(candidates, self._tables, lost)
+                except DamagedImage as error:  # of all of them, before any row has changed
+                    warnings.warn(f"no image is intact, rows are initial ones again: {error}", stacklevel=4)
+                    restore_each([], self._tables, lost)
                 lost = ()
             except ShardsLost as again:  # a successor died: restore all of them again
                 lost = tuple(sorted({*lost, *again.shards}))

@@ -81,7 +81,7 @@ class Process(abc.ABC):
         self.name, self.handle = name, handle
         self.info = handle.call("process_info")
         self._pending: Any = None
-        self._started_at, self._asked_at, self._answered_at = time.monotonic(), 0.0, -math.inf
+        self._started_at, self._asked_at, self._has_answered = time.monotonic(), 0.0, False
 
     @property
     def pid(self) -> int | None:
@@ -110,13 +110,22 @@ class Process(abc.ABC):
         Args:
           timeout_s: maximum seconds until a call of `poll` is answered; `START_TIMEOUT_S`, if longer, for the first.
         """
-        now, start_timeout_s = time.monotonic(), max(START_TIMEOUT_S, timeout_s)
-        if self._answered_at == -math.inf and now - self._started_at > start_timeout_s:
-            return f"{self.name} has not started within {start_timeout_s:g} s"
+        now, limit_s = time.monotonic(), timeout_s if self._has_answered else max(START_TIMEOUT_S, timeout_s)
+        if now - self._started_at > limit_s and not self._has_started():
+            return f"{self.name} has not started within {limit_s:g} s"
         # Since the call, not since the last answer: this process may itself have waited for something else meanwhile.
-        if self._answered_at > -math.inf and self._pending is not None and now - self._asked_at > timeout_s:
-            return f"{self.name} has not answered for {timeout_s:g} s"
+        if self._pending is not None and now - self._asked_at > limit_s:
+            return f"{self.name} has not answered for {limit_s:g} s"
         return self._ended()
+
+    def _has_started(self):
+        try:
+            self.info.result(0)
+        except TimeoutError:
+            return False
+        except Exception:  # it has ended, as `_ended` says
+            pass
+        return True
 
     def poll(self, method: str) -> Any:
         """Return the result of the pending call of a method and forget the call; None if there is no result yet.
@@ -132,7 +141,7 @@ class Process(abc.ABC):
         except Exception:
             self._pending = None
             return None
-        self._pending, self._answered_at = None, time.monotonic()
+        self._pending, self._has_answered = None, True
         return found
 
 

@@ -75,7 +75,8 @@ class Progress(NamedTuple):
     waited_for_rows_s: float = 0.0
     rows_lost: int = 0  # row updates dropped because a server was dead
     lost: tuple[int, ...] = ()  # shards whose servers are dead, as far as the trainer knows
-    state: str = "waiting"  # for `begin`; then "starting", "training", "done" or "failed"
+    # "waiting" for `begin`; then "starting", "training", "finishing" after its last batch, "done" or "failed".
+    state: str = "waiting"
     reason: str = ""  # of state "failed"
 
 
@@ -84,7 +85,7 @@ class Stream:
 
     def __init__(self, batches: Iterator, start: int):
         self._batches, self._numbers = batches, itertools.count(start)
-        self.position, self.examples = start, 0
+        self._position, self._trained, self.over = start, 0, False
         self._examples: dict[int, int] = {}  # {number: examples} of batches taken, but not counted yet
         self._trained_ahead: set[int] = set()  # trained, but some batch before them is not
         self._batch_of_thread: dict[int, int] = {}  # {thread: number of the batch that it has taken last}
@@ -94,7 +95,11 @@ class Stream:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.over = True
+            raise
         number = next(self._numbers)
         self._examples[number], self._batch_of_thread[threading.get_ident()] = examples_in(batch), number
         return batch
@@ -107,10 +112,15 @@ class Stream:
         """Record that a batch is trained."""
         with self._lock:
             self._trained_ahead.add(number)
-            while self.position in self._trained_ahead:
-                self._trained_ahead.remove(self.position)
-                self.examples += self._examples.pop(self.position)
-                self.position += 1
+            while self._position in self._trained_ahead:
+                self._trained_ahead.remove(self._position)
+                self._trained += self._examples.pop(self._position)
+                self._position += 1
+
+    def progress(self) -> tuple[int, int]:
+        """Return the position up to which all batches are trained, and the number of examples before it."""
+        with self._lock:
+            return self._position, self._trained
 
 
 def examples_in(batch: Batch) -> int:
@@ -140,9 +150,10 @@ class RetryingTables(RemoteTables):
             except ShardsLost:
                 started_at = started_at or time.monotonic()
                 remaining_s = started_at + self._retry_timeout_s - time.monotonic()
+                since = time.monotonic()
                 with self._changed:
                     restored = self._changed.wait_for(lambda: not self.lost, remaining_s)
-                self.waited_s += time.monotonic() - started_at
+                    self.waited_s += time.monotonic() - since
                 if not restored:
                     raise
 
@@ -180,6 +191,8 @@ class TrainerProcess:
         self._stream = Stream(iter(()), 0)
         self._steps = 0
         self._params: Any = None
+        self._number = 0
+        self._given: list | None = None  # parameters to begin with
         # Successors announced so far: {shards: server} and {number: sync server}.
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
@@ -200,25 +213,29 @@ class TrainerProcess:
           cores: numbers of the cores that its threads may use; None for all.
         """
         self._stream = Stream(iter(()), start)  # so that `progress` never reports less than the previous incarnation
-        self._state = "starting"
+        self._state, self._number, self._given = "starting", number, params
         mine = (work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s)
         threading.Thread(target=self._run, args=(cores, *mine), name="free-trainer", daemon=True).start()
 
     def progress(self) -> Progress:
-        """Return the progress so far."""
-        tables, sync = self._tables, self._sync
+        """Return the progress so far; a sign of life for the other trainers, as one step may take long."""
+        tables, sync, client = self._tables, self._sync, self._sync_client
+        state = self._state
+        if state == "training":
+            if client is not None:
+                client.heartbeat(self._number)
+            state = "finishing" if self._stream.over else state
         with self._lock:
             return Progress(
-                self._stream.position, self._stream.examples, self._steps,
-                getattr(sync, "rounds", 0),
+                *self._stream.progress(), self._steps, getattr(sync, "rounds", 0),
                 tables.waited_s if tables else 0.0, tables.rows_lost if tables else 0, tables.lost if tables else (),
-                self._state, self._reason,
+                state, self._reason,
             )  # fmt: skip
 
     def newest(self) -> list[np.ndarray] | None:
-        """Return the floating leaves of one replica that it has sent last to a round; None before the first."""
+        """Return the floating leaves of one replica that it has sent last to a round; until then those given to it."""
         leaves = self._sync_client.newest if self._sync_client else None
-        return None if leaves is None else [np.array(leaf[0]) for leaf in leaves]
+        return self._given if leaves is None else [np.array(leaf[0]) for leaf in leaves]
 
     def result(self) -> tuple[PyTree, Progress]:
         """Return the parameters, leaves [1, ...], if it is done, and the progress."""

@@ -80,6 +80,8 @@ class SyncGroup:
         last_round: bool = True,
         memory: dict[str, Any] | None = None,
     ):
+        if on_failure == "replace":  # no successor ever joins a group, and the end of training would wait for it
+            raise ValueError("on_failure='replace' is of transports: a group takes 'raise' or 'drop'.")
         self.transport = (Centre if rule.has_centre else AllToAll)(
             rule, params, trainers, timeout_s=timeout_s, on_failure=on_failure, last_round=last_round,
             memory=None if memory is None else memory["shared"],

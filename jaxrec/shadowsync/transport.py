@@ -4,7 +4,8 @@ No trainer waits indefinitely. An awaited trainer without a sign of life for `ti
 are its rounds and its `exchange` calls. If a trainer leaves early or is overdue, then with
 on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with 'drop' rounds continue
 without it, and its contribution to the current round is discarded; with 'replace' they also continue, a successor may
-join in its place, and the end of training waits for the successor until `give_up` is called.
+join in its place, and the end of training waits for the successor until `give_up` is called. One that joins after the
+end gets the last target, or the centre.
 
 Legend: R replicas of a trainer, n trainers.
 """
@@ -77,7 +78,8 @@ class Transport(Protocol):
 class Member:
     """Status of a trainer in a transport."""
 
-    state: str = "expected"  # then "here", "done" (waiting for the others), "finished" or "gone"
+    # "expected", then "here", "done" (waiting for the others), "finished" or "gone"; "late": joined after the end.
+    state: str = "expected"
     rounds: int = 0
     seen: float = -math.inf  # time of the last sign of life, in seconds of `time.monotonic`
     given_up: bool = False  # whether no successor may take its place
@@ -136,21 +138,23 @@ class Membership:
             member = self._member(trainer)
             if member.state in ("here", "done"):
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
-            if member.state != "expected" and not self._lacks(member):
+            ended = any(each.state == "finished" for each in self._members)  # so have all, but for the lost ones
+            late = ended and self.on_failure == "replace"
+            if member.state != "expected" and not late and not self._lacks(member):
                 raise ValueError(
                     f"trainer={trainer} {member.why or 'has finished'}, and no trainer can rejoin: a group or a "
                     "transport is for one training, make a new one."
                 )
             self._raise_failure(trainer)  # before joining, as no round will follow
-            member.state, member.seen, member.why = "here", time.monotonic(), ""
+            member.state, member.seen, member.why = "late" if late else "here", time.monotonic(), ""
             self._changed.notify_all()
 
     def give_up(self, trainer: int) -> None:
         """Remove a trainer for good: no successor may join, and the end of training no longer waits for one."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
-            member.given_up = member.state != "finished"
-            if member.state not in ("finished", "gone"):
+            member.given_up = member.state not in ("finished", "late")
+            if member.state not in ("finished", "late", "gone"):
                 self._lose({trainer: f"was given up after its round {member.rounds}"})
             self._end_if_complete()
             self._changed.notify_all()
@@ -160,6 +164,8 @@ class Membership:
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             # The first call has the reason: `with` blocks call `leave` again on exit.
+            if member.state == "late":
+                member.state = "finished"
             if member.state not in ("finished", "gone"):
                 because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
                 without = "" if because or member.state == "expected" else " without `finish`"
@@ -296,11 +302,13 @@ class AllToAll(Membership):
         missing = lambda: set(self._awaited()) - set(self._contributions)
         try:
             with uninterrupted(), self._changed:
-                self._taking_part(trainer)
-                # Checked under the same lock, so that a trainer dropped in between contributes nothing.
-                self._contributions[trainer] = leaves, done
-                self._end_if_complete()
-            self._wait(trainer, lambda: self._round > round_, missing)
+                late = self._taking_part(trainer).state == "late"
+                if not late:
+                    # Under the same lock, so that a trainer dropped in between contributes nothing.
+                    self._contributions[trainer] = leaves, done
+                    self._end_if_complete()
+            if not late:
+                self._wait(trainer, lambda: self._round > round_, missing)
         finally:
             with uninterrupted(), self._changed:
                 # No later round can have replaced them, as it would need this trainer.
@@ -359,11 +367,13 @@ class Centre(Membership):
         leaves, replicas = _contribution(self.template, before, trainer)
         with uninterrupted(), self._changed:
             member = self._taking_part(trainer)
-            if done:
+            late = member.state == "late"
+            if done and not late:
                 member.state = "done"
                 self._end_if_complete()
-        if done:
-            self._wait(trainer, lambda: member.state == "finished", self._awaited)
+        if late or done:
+            if not late:
+                self._wait(trainer, lambda: member.state == "finished", self._awaited)
             return with_floating(before, [np.stack([leaf] * replicas) for leaf in self._shared]), True
         targets = self._move(trainer, leaves, replicas)
         self._count(trainer)

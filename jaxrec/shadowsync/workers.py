@@ -36,12 +36,13 @@ from jaxrec.shadowsync.params import replica_spread
 from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.shadowsync.synchroniser import Foreground, Synchroniser
 from jaxrec.shadowsync.transport import PeerLeft
-from jaxrec.sharding import make_mesh
+from jaxrec.sharding import as_mesh, make_mesh
 from jaxrec.step import gradients, init_dense, step_dense, step_rows, with_replica, without_replica
 from jaxrec.table_use import TableUse
 from jaxrec.task import Task, check_gradients_suffice, once_per_task
 from jaxrec.types import Array, Batch, DenseState, Plan, PyTree, TrainState
-from jaxrec.validate import check_examples, check_spec
+from jaxrec.validate import check_dense, check_examples, check_rows, check_spec
+from jaxrec.xla import check_fusion
 
 _END = object()  # marks the end of a stream; None does not
 LEAVE_S = 10.0  # maximum wait at the end for threads blocked in a stream or a hook, in seconds
@@ -73,8 +74,12 @@ class FreeStep:
 @once_per_task
 def _programs(task):
     check_gradients_suffice(task)
+    check_fusion(as_mesh(task.mesh).devices.flat[0].platform)
 
+    # Checked once per compiled shape.
     def differentiate(dense, rows, plans, batch, at=None):
+        check_dense(dense, task.optimizer, 1)
+        check_rows(task.spec, rows, task.row_optimizer)
         params = without_replica(dense).params
         values = {name: stack.value for name, stack in rows.items()}
         gradient, by_rows, metrics = gradients(params, values, plans, batch, spec=task.spec, loss=task.loss)

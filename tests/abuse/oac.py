@@ -299,7 +299,9 @@ def broken_pipeline():
     raise AssertionError("the failure was swallowed")
 
 
-@situation("a pipeline over a broken one's state", BrokenEngine, "into new tables, or into `engine.tables` if these are")
+@situation(
+    "a pipeline over a broken one's state", BrokenEngine, "into new tables, or into `engine.tables` if these are"
+)
 def _(directory):
     pipeline_of(broken_pipeline().state)
 

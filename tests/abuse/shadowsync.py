@@ -71,6 +71,7 @@ REFUSED = {
     r"the leaf \['bias'\] holds nan or inf": lambda _: AllToAll(MEAN, {"bias": np.array([0.0, np.nan], np.float32)}),
     "on_failure='ignore' must be 'raise', 'drop' or 'replace'": lambda _: meeting(on_failure="ignore"),
     "timeout_s=inf must be": lambda _: meeting(timeout_s=float("inf")),
+    "on_failure='replace' is of transports": lambda _: SyncGroup(MEAN, PARAMS, 2, on_failure="replace"),
     "core_share=0.0 must be": lambda _: Shadow(meeting(), core_share=0.0),
     "core_share=1.5 must be": lambda _: Shadow(meeting(), core_share=1.5),
     "trainers=0 must be a whole number from 1": lambda _: SyncGroup(MEAN, PARAMS, 0),
