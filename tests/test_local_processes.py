@@ -267,7 +267,7 @@ def test_trainers_train_every_batch_once_into_the_rows_that_they_share(rule):
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(restarts at|its successor has|is given up):UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(restarts at|its successor has|is given up|no batch for):UserWarning")
 @pytest.mark.parametrize(
     ("number", "kind"), [(signal.SIGKILL, "trainer"), (signal.SIGSTOP, "trainer"), (signal.SIGKILL, "sync server")]
 )

@@ -18,7 +18,9 @@ pytest.importorskip("ray", reason="Ray is not installed: `make cluster`, or pip 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("ignore:.*(restarts at|has taken|its successor has|is given up|not saved):UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*(restarts at|has taken|its successor has|is given up|not saved|no batch for):UserWarning"
+    ),
 ]
 STEPS, BATCH = 150, 16
 RULES = {"easgd": easgd(), "ma": model_averaging()}

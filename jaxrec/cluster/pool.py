@@ -48,7 +48,7 @@ from jaxrec.bounds import is_positive, real_number, whole_number
 from jaxrec.checkpoint import Checkpointer, DamagedImage, images, newest_first, restore_each
 from jaxrec.checkpoint.format import number_of
 from jaxrec.cluster.local import Machine
-from jaxrec.cluster.processes import Process, RayProcess, packed
+from jaxrec.cluster.processes import START_TIMEOUT_S, Process, RayProcess, packed
 from jaxrec.cluster.runtime import Cluster
 from jaxrec.cluster.servers import RayServer
 from jaxrec.cluster.supervisor import GivenUp, Supervisor
@@ -308,13 +308,14 @@ class TrainerPool:
 
     def _name_if_idle(self, number, found):
         now, at = time.monotonic(), self._progress[number].position
+        limit_s = self._timeout_s if found.steps else max(START_TIMEOUT_S, self._timeout_s)  # the first one compiles
         if found.state != "training" or found.position != at:
             self._trained_at[number] = now
-        elif now - self._trained_at.setdefault(number, now) > self._timeout_s:
+        elif now - self._trained_at.setdefault(number, now) > limit_s:
             self._trained_at[number] = math.inf  # once
             warnings.warn(
-                f"trainer {number} answers, but has trained no batch for {self._timeout_s:g} s, at its batch {at}: its "
-                "stream, a step or a lost server holds it up",
+                f"trainer {number} answers, but has trained no batch for {limit_s:g} s, at its batch {at}: its stream, "
+                "a step or a lost server holds it up",
                 stacklevel=4,
             )
 
