@@ -59,6 +59,12 @@ class Desk:
     def back(self, what):
         return what
 
+    def terminated(self):
+        """Return how a program ends that this process starts and asks to end."""
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        return program.wait()
+
 
 def test_calls_are_answered_and_deaths_are_noticed():
     with Machine() as machine:
@@ -101,6 +107,7 @@ def test_what_ends_all_processes_of_a_run_is_for_its_driver_and_what_cannot_be_r
         assert desk.handle.call("greet", "Ann").result(60)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(desk.pid, number)
+        assert desk.handle.call("terminated").result(60) == -signal.SIGTERM
         with pytest.raises(ValueError, match="unreadable"):
             desk.handle.call("greet", Unreadable()).result(60)
         assert desk.handle.call("greet", "Bob").result(60) == "Hello, Bob" and desk.death_reason() == ""

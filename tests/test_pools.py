@@ -1,8 +1,10 @@
 """What surrounds a pool of trainers: what it resumes from, how it is stopped, and how its pauses are told apart."""
 
 import contextlib
+import itertools
 import signal
 import threading
+import time
 import types
 import warnings
 from pathlib import Path
@@ -72,9 +74,10 @@ class InThisProcess:
     """What a pool uses of `Process`; its object runs in threads, until it is killed."""
 
     def __init__(self, kind, name, args=(), threads=4, resources=None):
-        self.name, self.handle, self.pid = name, InThread(kind(*args)), None
+        self.name, self.handle, self.pid, self.asked_at = name, InThread(kind(*args)), None, 0.0
 
     def poll(self, method):
+        self.asked_at = time.monotonic()
         with contextlib.suppress(ServerGone, AttributeError):  # a sync server has no `process_info` without Ray
             return self.handle.call(method).result(60)
 
@@ -237,28 +240,43 @@ def paced(allowed):
     return batches
 
 
-@pytest.mark.filterwarnings("ignore:.*(its successor has|restarts at):UserWarning")
-@pytest.mark.parametrize("saves", [True, False])
-def test_where_all_die_at_once_successors_have_the_parameters_saved_last_and_never_the_initial_ones(
-    pool_of, monkeypatch, tmp_path, saves
-):
-    begun_with, allowed = [], threading.Semaphore(3)
+@pytest.fixture
+def begun_with(monkeypatch):
+    """The leaves that each sync server has begun with."""
+    noted = []
 
     class Noted(PoolSyncServer):
         def __init__(self, packed, leaves, *more):
-            begun_with.append(leaves)
+            noted.append(leaves)
             super().__init__(packed, leaves, *more)
 
+    monkeypatch.setattr("jaxrec.cluster.pool.PoolSyncServer", Noted)
+    return noted
+
+
+@pytest.mark.filterwarnings("ignore:.*(its successor has|restarts at):UserWarning")
+@pytest.mark.parametrize("saves", [True, False])
+def test_where_all_die_at_once_successors_have_the_parameters_saved_last_and_never_the_initial_ones(
+    pool_of, begun_with, tmp_path, saves
+):
+    begun, allowed = itertools.count(), [threading.Semaphore(0), threading.Semaphore(3), threading.Semaphore(9)]
+
+    def batches(trainer, trainers):
+        return paced(allowed[next(begun)])(trainer, trainers)
+
     def kill(pool):
-        if not pool.failures and len(processes) == 2 and pool.progress[0].position == 3:
+        deaths = len(pool.failures)
+        if not deaths and pool.progress[0].state == "training":
+            processes[1].kill()  # before any round: what its successor begins with is nothing to keep
+        elif deaths == 1 and pool.progress[0].position == 3:
             if saves:
                 pool.save()
-            for process in processes[:2]:
+            for process in (processes[0], processes[2]):
                 process.kill()
-            allowed.release(9)
+            for other in allowed[:2]:  # those of the dead ones, which are threads here
+                other.release(9)
 
-    monkeypatch.setattr("jaxrec.cluster.pool.PoolSyncServer", Noted)
-    of_all = work(batches=paced(allowed), rule=model_averaging(), every_steps=1)
+    of_all = work(batches=batches, rule=model_averaging(), every_steps=1)
     pool, processes = pool_of(of_all, directory=tmp_path, save_every_seconds=1e6)
     with pool, contextlib.nullcontext() if saves else pytest.raises(GivenUp, match="the dense parameters are lost"):
         _, stats = pool.run(kill)
@@ -269,6 +287,25 @@ def test_where_all_die_at_once_successors_have_the_parameters_saved_last_and_nev
         assert past["positions"] == [3]
         assert all(map(np.array_equal, begun_with[1], jax.tree.leaves(params)))
         assert not any(map(np.array_equal, begun_with[1], begun_with[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*(its successor has|restarts at):UserWarning")
+def test_a_sync_server_that_dies_with_the_last_trainer_begins_again_with_what_another_has_ended_with(
+    pool_of, begun_with, monkeypatch
+):
+    class DiesOnce(TrainerProcess):
+        def result(self):
+            if len(processes) == 3 and self is processes[2].handle.server:
+                processes[0].kill()
+                processes[2].kill()
+            return super().result()
+
+    monkeypatch.setattr("jaxrec.cluster.pool.TrainerProcess", DiesOnce)
+    pool, processes = pool_of(work(rule=model_averaging(), every_steps=3), 2)
+    with pool:
+        params, stats = pool.run()
+    assert {one.kind for one in stats.failures} == {"trainer", "sync server"} and len(params) == 2
+    assert not any(map(np.array_equal, begun_with[1], begun_with[0]))
 
 
 def test_a_trainer_that_dies_after_the_last_round_is_replaced(pool_of, monkeypatch):
@@ -286,26 +323,44 @@ def test_a_trainer_that_dies_after_the_last_round_is_replaced(pool_of, monkeypat
     assert np.any(params["dense"])
 
 
-def test_a_trainer_that_answers_and_trains_nothing_is_named_once(pool_of):
-    allowed, said = threading.Semaphore(2), []
-    pool, _ = pool_of(work(batches=paced(allowed)), timeout_s=0.05)
+@pytest.mark.parametrize("where", ["in its stream", "before its first batch", "before its stream"])
+def test_a_trainer_that_answers_and_trains_nothing_is_named_once(pool_of, monkeypatch, where):
+    allowed, began, polls = threading.Semaphore(2 * (where == "in its stream")), threading.Event(), []
+    if where == "before its first batch":
+        began.set()
+    if where != "in its stream":  # else there is more time until its first batch
+        monkeypatch.setattr("jaxrec.cluster.pool.START_TIMEOUT_S", 0.05)
+
+    def batches(trainer, trainers):
+        assert began.wait(60)
+        return paced(allowed)(trainer, trainers)
 
     def release(pool):
-        said.extend(str(one.message) for one in caught[len(said) :])
-        if said:
+        if named() or not began.is_set():
+            polls.append(len(named()))
+        if len(polls) == 5 and where == "in its stream" and not began.is_set():
+            polls.clear()
+            began.set()
+        if len(polls) == 9:
+            began.set()
             allowed.release(6)
 
+    def named():
+        return [str(one.message) for one in caught if "trainer 0 answers, but has trained no batch" in str(one.message)]
+
+    pool, _ = pool_of(work(batches=batches), timeout_s=0.05)
     with pool, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pool.run(release)
-    named = [message for message in said if "has trained no batch" in message]
-    assert len(named) == len(set(named)) > 0 and "trainer 0 answers" in named[0]
+    of_a_batch = named()[: polls[8]]
+    assert 0 < len(of_a_batch) == len(set(of_a_batch)) <= 2
+    assert where != "in its stream" or "at its batch 0" not in " ".join(of_a_batch)
 
 
 def test_what_a_trainer_is_given_and_cannot_read_ends_the_run(pool_of, monkeypatch):
     monkeypatch.setattr("jaxrec.cluster.pool.TrainerProcess", Illiterate)
     pool, _ = pool_of(work())
-    with pool, pytest.raises(ModuleNotFoundError, match="not on that machine"):
+    with pool, pytest.raises(RuntimeError, match="trainer 0 cannot begin: .*not on that machine"):
         pool.run()
 
 
@@ -362,7 +417,7 @@ def test_rows_of_a_dead_server_are_initial_ones_where_no_image_is_intact(tmp_pat
 
 
 def test_values_that_no_image_could_hold_are_refused_at_once_and_positions_are_numbers(pool_of, tmp_path):
-    with pytest.raises(TypeError, match="float32"):
+    with pytest.raises(ValueError, match="extra=.* cannot be saved as JSON: .*float32"):
         pool_of(work(), extra={"rate": np.float32(0.1)})
     rule, options = model_averaging(), {"directory": tmp_path, "save_every_seconds": 1e6}
     pool, _ = pool_of(work(rule=rule, every_steps=1), positions=np.array([9]), **options)

@@ -10,7 +10,6 @@ A process serves calls at a socket in a directory of shared memory that only thi
 has started it ends, however it ends, it ends too, and the directory is removed.
 """
 
-import atexit
 import contextlib
 import importlib
 import multiprocessing
@@ -25,7 +24,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Sequence
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -137,7 +136,7 @@ class LocalProcess(Process):
     """A new process of this machine with one object, whose methods are called through `handle`."""
 
     def __init__(self, directory: Path, kind: type, name: str, args: Sequence):
-        address = str(directory / uuid.uuid4().hex[:12])
+        self._address = address = str(directory / uuid.uuid4().hex[:12])
         # Bound here: calls before it has started wait at the socket.
         with socket.socket(socket.AF_UNIX) as listening, environment(VARIABLES):
             listening.bind(address)
@@ -146,7 +145,8 @@ class LocalProcess(Process):
                 target=_serve, args=(listening, kind, tuple(args)), name=name, daemon=True
             )
             self._process.start()
-        atexit.register(self.kill)  # before the end of `multiprocessing`, which asks by SIGTERM and waits
+        # Before `multiprocessing` asks it to end, by SIGTERM, and waits.
+        self._at_exit = util.Finalize(None, self.kill, exitpriority=10)
         super().__init__(name, LocalHandle(address, name))
 
     @property
@@ -160,18 +160,18 @@ class LocalProcess(Process):
 
     def kill(self) -> None:
         """Kill the process, also one that is stopped (SIGSTOP)."""
-        atexit.unregister(self.kill)
+        self._at_exit.cancel()
         self._process.kill()
         self._process.join(_KILL_S)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.handle.address)
+            os.unlink(self._address)
 
 
 def _serve(listening: socket.socket, kind: type, args: tuple) -> None:
     """Serve the calls of an object in this process until the driver has ended."""
     # Of a terminal or a scheduler, for all processes of a run: the driver handles them, and saves while trainers run.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here would inherit
     keep_memory()
     threading.Thread(target=_end_with_driver, daemon=True).start()
     served, directory = kind(*args), os.path.dirname(listening.getsockname())

@@ -57,7 +57,7 @@ from jaxrec.cluster.trainers import Progress, TrainerProcess, TrainerWork, examp
 from jaxrec.embedding import HostTables, Tables
 from jaxrec.embedding.servers import ServerGone
 from jaxrec.files import local_path
-from jaxrec.shadowsync.params import initial_leaves, replica_spread, with_floating
+from jaxrec.shadowsync.params import floating, initial_leaves, replica_spread, with_floating
 from jaxrec.shadowsync.stats import TrainerStats
 from jaxrec.types import DenseState, PyTree, ShardsLost, TrainState
 
@@ -117,7 +117,7 @@ class TrainerPool:
       positions: number of the first batch of each trainer, such as `extra["positions"]` of an image whose rows the
         servers have; None for 0.
       timeout_s: seconds after which a process that does not answer counts as dead, and a warning names a trainer that
-        answers and trains no batch.
+        answers and trains no batch; 120, if that is longer, until its first one.
       most_deaths: tolerated deaths of each trainer; one more, and it is given up.
       resources: of a cluster: those that select each trainer's machine, such as {'trainer': 1}; None for any machine.
 
@@ -146,21 +146,25 @@ class TrainerPool:
         sizes = [leaf.nbytes for leaf in self._initial]
         self._assigned = [] if rule is None else assign_leaves(sizes, rule, sync_servers)
         self._extra = dict(extra or {})
-        json.dumps(self._extra)  # raises now, as a save could only warn
+        try:
+            json.dumps(self._extra)
+        except TypeError as error:  # told now, as a save could only warn
+            raise ValueError(f"extra={self._extra} cannot be saved as JSON: {error}.") from None
         kind: Any = SharedTables if isinstance(servers, HostTables) else ServedTables
         self._tables: SharedTables = kind(servers, directory, save_every_seconds, work.params, run)
         self._name, self.failures = uuid.uuid4().hex[:12], list[Failure]()
         self._trainers, self._sync_servers = list[Process](), list[Process]()
         self._incarnations = [1] * trainers
         # Of the newest incarnation.
-        self._progress = [Progress(position=int(position)) for position in positions or [0] * trainers]
+        positions = [0] * trainers if positions is None else positions
+        self._progress = [Progress(position=whole_number("position", one, 0)) for one in positions]
         self._before = [Progress()] * trainers  # of the previous incarnations, summed
         self._params: dict[int, PyTree] = {}  # {trainer: parameters} of those that are done
         self._given_up: dict[int, str] = {}  # {trainer: reason}
         self._lost_since: dict[int, float] = {}  # {trainer: when it was first seen waiting for a server}
         self._begun: dict[int, Any] = {}  # {trainer: answer to its `begin`}
         self._trained_at: dict[int, float] = {}  # {trainer: when it was last seen to train; inf once it is named}
-        self._seen: list[np.ndarray] | None = None  # leaves that a process had at a save or a death
+        self._seen: list[np.ndarray] | None = None  # leaves after some round, at a save or a death
         self._started_at = time.monotonic()
 
     @property
@@ -200,7 +204,7 @@ class TrainerPool:
         """Wait until all trainers are done or given up, and replace dead processes meanwhile.
 
         Args:
-          hook: called with the pool, some times a second.
+          hook: called with the pool, some times a second; nothing is replaced before it returns.
 
         Returns:
           Parameters of each trainer that is done, NumPy leaves [1, ...], and the statistics.
@@ -265,7 +269,7 @@ class TrainerPool:
         leaves = self._leaves()
         if leaves is None and positions["examples"]:
             raise OSError("an image was not saved: no trainer or sync server has sent its parameters")
-        self._seen = leaves or self._seen
+        self._keep(leaves)
         return leaves, self._extra | positions
 
     def _running(self):
@@ -278,11 +282,15 @@ class TrainerPool:
         cores = None if self._cores is None else list(self._cores[number])
         one = self._process(TrainerProcess, name, **self._resources)
         sync_servers = [server.handle for server in self._sync_servers]
-        self._begun[number] = one.handle.call(
-            "begin", self._packed, number, len(self._progress), self._incarnations[number],
-            self._progress[number].position, leaves, self._tables.access, sync_servers,
-            f"{self._name}-{number}", self._timeout_s, cores,
-        )  # fmt: skip
+        try:
+            self._begun[number] = one.handle.call(
+                "begin", self._packed, number, len(self._progress), self._incarnations[number],
+                self._progress[number].position, leaves, self._tables.access, sync_servers,
+                f"{self._name}-{number}", self._timeout_s, cores,
+            )  # fmt: skip
+        except BaseException:
+            one.kill()
+            raise
         return one
 
     def _check_trainer(self, number):
@@ -292,11 +300,15 @@ class TrainerPool:
             self._start_successor(number, reason)
         if found is None:
             return
+        self._name_if_idle(number, found, one.asked_at)
         if found.state == "waiting":  # `begin` has not arrived, and it does not know its position
-            with contextlib.suppress(TimeoutError, ServerGone):
-                self._begun[number].result(0)  # raises if its arguments could not be read there
+            try:
+                self._begun[number].result(0)
+            except (TimeoutError, ServerGone):
+                return
+            except Exception as error:  # its arguments cannot be read there
+                raise RuntimeError(f"trainer {number} cannot begin: {error!r}") from error
             return
-        self._name_if_idle(number, found)
         self._progress[number] = found
         self._check_lost(number, found.lost)
         if found.state == "done":
@@ -306,16 +318,17 @@ class TrainerPool:
                 raise RuntimeError(f"trainer {number} has failed: {found.reason}")
             self._start_successor(number, f"{one.name} has failed: {found.reason}")
 
-    def _name_if_idle(self, number, found):
-        now, at = time.monotonic(), self._progress[number].position
+    def _name_if_idle(self, number, found, asked_at):
+        """Warn, once, of a trainer that answers and trains nothing; its answer is to a question of some time."""
+        at, before_end = self._progress[number].position, found.state in ("waiting", "starting", "training")
         limit_s = self._timeout_s if found.steps else max(START_TIMEOUT_S, self._timeout_s)  # the first one compiles
-        if found.state != "training" or found.position != at:
-            self._trained_at[number] = now
-        elif now - self._trained_at.setdefault(number, now) > limit_s:
-            self._trained_at[number] = math.inf  # once
+        if not before_end or (found.position != at and found.state != "waiting"):
+            self._trained_at[number] = asked_at
+        elif asked_at - self._trained_at.setdefault(number, asked_at) > limit_s:
+            self._trained_at[number] = math.inf
             warnings.warn(
                 f"trainer {number} answers, but has trained no batch for {limit_s:g} s, at its batch {at}: its stream, "
-                "a step or a lost server holds it up",
+                "a step, a lost server or a round that waits for another trainer holds it up",
                 stacklevel=4,
             )
 
@@ -353,23 +366,35 @@ class TrainerPool:
             warnings.warn(f"{reason}; trainer {number} is given up at its batch {position}", stacklevel=4)
             return
         self._incarnations[number] += 1
-        leaves = self._or_seen(self._leaves())
+        self._trained_at.pop(number, None)
+        leaves, whose = self._or_seen(self._leaves(), "of the others")
         self._trainers[number] = self._start_trainer(number, leaves)
-        whose = "its initial parameters" if leaves is None else "the parameters of the others"
         warnings.warn(
-            f"{reason}; trainer {number} restarts at its batch {position}, with {whose} and a fresh optimizer state",
+            f"{reason}; trainer {number} restarts at its batch {position}, with the parameters {whose} and a fresh "
+            "optimizer state",
             stacklevel=4,
         )
 
-    def _or_seen(self, leaves):
-        """Return leaves, or those seen last if there are none; None for the initial ones, before the first round."""
-        self._seen = leaves or self._seen
-        if self._seen is None and any(one.rounds for one in self._summed_progress()):
+    def _keep(self, leaves):
+        if leaves and not all(map(np.array_equal, leaves, self._initial)):
+            self._seen = leaves
+
+    def _or_seen(self, leaves, whose):
+        """Return leaves to begin with, and whose they are; those seen last if the given ones are None.
+
+        None for the initial ones, before the first round.
+        """
+        self._keep(leaves)
+        if leaves is not None:
+            return leaves, whose
+        if self._seen is not None:
+            return self._seen, "seen last, at a save or an earlier death"
+        if any(one.rounds for one in self._summed_progress()):
             raise GivenUp(
-                "the dense parameters are lost: all processes that had them have died, and this run has not saved. Go "
-                "on from the last image."
+                "the dense parameters are lost: all processes that had them have died, and none was seen at a save or "
+                "an earlier death. Go on from an image of an earlier run, if there is one."
             )
-        return self._seen
+        return None, "that it had at first"
 
     def _leaves(self):
         """Return the leaves with which a trainer that joins now starts; None if no process has any."""
@@ -382,14 +407,22 @@ class TrainerPool:
         return [found[leaf] for leaf in sorted(found)] or self._newest_leaves()
 
     def _newest_leaves(self):
-        """Return the leaves that some running trainer has sent last to a round; None if there are none."""
+        """Return the leaves that a running trainer has sent last to a round, or those of one that is done, or None."""
         answers = _tell([self._trainers[number] for number in self._running()], "newest")
-        end = time.monotonic() + self._timeout_s  # for all together, as a step may keep them from answering
-        for answer in answers:
-            with contextlib.suppress(ServerGone, TimeoutError):
-                if (found := answer.result(max(0, end - time.monotonic()))) is not None:
+        end = time.monotonic() + self._timeout_s  # a step may keep trainers from answering
+        while answers and time.monotonic() < end:
+            for answer in list(answers):  # whichever is first, so that nobody waits for a trainer that is stopped
+                try:
+                    found = answer.result(0)
+                except TimeoutError:
+                    continue
+                except ServerGone:
+                    found = None
+                if found is not None:
                     return found
-        return None
+                answers.remove(answer)
+            time.sleep(_POLL_S / 10)
+        return next(([np.array(leaf[0]) for leaf in floating(params)] for params in self._params.values()), None)
 
     # ---- servers
 
@@ -406,9 +439,9 @@ class TrainerPool:
             return
         self._sync_servers[number].kill()
         self._record_death("sync server", number, reason)
-        leaves = self._or_seen(self._newest_leaves())
+        leaves, whose = self._or_seen(self._newest_leaves(), "of a trainer")
         successor = self._sync_servers[number] = self._start_sync_server(number, leaves)
-        warnings.warn(f"{reason}; its successor has started with the parameters of a trainer", stacklevel=3)
+        warnings.warn(f"{reason}; its successor has started with the parameters {whose}", stacklevel=3)
         for trainer, one in enumerate(self._trainers):
             if trainer in running:
                 _tell([one], "replace_sync_server", number, successor.handle)

@@ -75,13 +75,14 @@ class Process(abc.ABC):
 
     Attributes:
       info: future of its `ProcessInfo`.
+      asked_at: time of the call whose answer `poll` has returned last or will return, by `time.monotonic`.
     """
 
     def __init__(self, name: str, handle: Any):
         self.name, self.handle = name, handle
         self.info = handle.call("process_info")
         self._pending: Any = None
-        self._started_at, self._asked_at, self._has_answered = time.monotonic(), 0.0, False
+        self._started_at, self.asked_at, self._has_answered = time.monotonic(), 0.0, False
 
     @property
     def pid(self) -> int | None:
@@ -114,7 +115,7 @@ class Process(abc.ABC):
         if now - self._started_at > limit_s and not self._has_started():
             return f"{self.name} has not started within {limit_s:g} s"
         # Since the call, not since the last answer: this process may itself have waited for something else meanwhile.
-        if self._pending is not None and now - self._asked_at > limit_s:
+        if self._pending is not None and now - self.asked_at > limit_s:
             return f"{self.name} has not answered for {limit_s:g} s"
         return self._ended()
 
@@ -134,7 +135,7 @@ class Process(abc.ABC):
         """
         try:
             if self._pending is None:
-                self._asked_at, self._pending = time.monotonic(), self.handle.call(method)
+                self.asked_at, self._pending = time.monotonic(), self.handle.call(method)
             found = self._pending.result(0)
         except TimeoutError:
             return None

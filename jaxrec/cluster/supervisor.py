@@ -34,7 +34,7 @@ _SECONDS = "a number of seconds above 0 and finite"
 
 
 class GivenUp(OSError):
-    """Ends the run: servers die too often, or Ray itself has died."""
+    """Ends the run: processes die too often, Ray itself has died, or the parameters of a pool are lost."""
 
 
 class Death(NamedTuple):

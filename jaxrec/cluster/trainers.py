@@ -192,7 +192,6 @@ class TrainerProcess:
         self._steps = 0
         self._params: Any = None
         self._number = 0
-        self._given: list | None = None  # parameters to begin with
         # Successors announced so far: {shards: server} and {number: sync server}.
         self._servers, self._sync_servers = dict[tuple, Server](), dict[int, Any]()
 
@@ -213,7 +212,7 @@ class TrainerProcess:
           cores: numbers of the cores that its threads may use; None for all.
         """
         self._stream = Stream(iter(()), start)  # so that `progress` never reports less than the previous incarnation
-        self._state, self._number, self._given = "starting", number, params
+        self._state, self._number = "starting", number
         mine = (work, number, trainers, incarnation, start, params, servers, sync_servers, client, timeout_s)
         threading.Thread(target=self._run, args=(cores, *mine), name="free-trainer", daemon=True).start()
 
@@ -233,9 +232,9 @@ class TrainerProcess:
             )  # fmt: skip
 
     def newest(self) -> list[np.ndarray] | None:
-        """Return the floating leaves of one replica that it has sent last to a round; until then those given to it."""
+        """Return the floating leaves of one replica that it has sent last to a round; None before the first."""
         leaves = self._sync_client.newest if self._sync_client else None
-        return self._given if leaves is None else [np.array(leaf[0]) for leaf in leaves]
+        return None if leaves is None else [np.array(leaf[0]) for leaf in leaves]
 
     def result(self) -> tuple[PyTree, Progress]:
         """Return the parameters, leaves [1, ...], if it is done, and the progress."""

@@ -1,11 +1,11 @@
 """Transports between the trainers of one process: common rounds, or a centre that each trainer visits independently.
 
-No trainer waits indefinitely. An awaited trainer without a sign of life for `timeout_s` is overdue; signs of life
-are its rounds and its `exchange` calls. If a trainer leaves early or is overdue, then with
-on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with 'drop' rounds continue
-without it, and its contribution to the current round is discarded; with 'replace' they also continue, a successor may
-join in its place, and the end of training waits for the successor until `give_up` is called. One that joins after the
-end gets the last target, or the centre.
+No trainer waits indefinitely. An awaited trainer without a sign of life for `timeout_s` is overdue; signs of life are
+its rounds, its `exchange` calls and, in a process of its own, its answers to a pool. If a trainer leaves early or is
+overdue, then with on_failure='raise' the rounds end and every other trainer gets a `PeerLeft` that names it; with
+'drop' rounds continue without it, and its contribution to the current round is discarded; with 'replace' they also
+continue, a successor may join in its place, and the end of training waits for the successor until `give_up` is called.
+One that joins after the end gets the last target, or the centre.
 
 Legend: R replicas of a trainer, n trainers.
 """
@@ -136,7 +136,7 @@ class Membership:
         """Register a trainer, or its successor; a transport serves a single training."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
-            if member.state in ("here", "done"):
+            if member.state in ("here", "done", "late"):
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
             ended = any(each.state == "finished" for each in self._members)  # so have all, but for the lost ones
             late = ended and self.on_failure == "replace"
@@ -153,8 +153,8 @@ class Membership:
         """Remove a trainer for good: no successor may join, and the end of training no longer waits for one."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
-            member.given_up = member.state not in ("finished", "late")
-            if member.state not in ("finished", "late", "gone"):
+            member.given_up = member.state != "finished"
+            if member.state not in ("finished", "gone"):
                 self._lose({trainer: f"was given up after its round {member.rounds}"})
             self._end_if_complete()
             self._changed.notify_all()
@@ -164,8 +164,6 @@ class Membership:
         with uninterrupted(), self._changed:
             member = self._member(trainer)
             # The first call has the reason: `with` blocks call `leave` again on exit.
-            if member.state == "late":
-                member.state = "finished"
             if member.state not in ("finished", "gone"):
                 because = f" with {type(error).__name__}: {str(error)[:200]}" if error is not None else ""
                 without = "" if because or member.state == "expected" else " without `finish`"
