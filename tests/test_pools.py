@@ -19,6 +19,7 @@ from main.pools import SharedStream, Watch, examples_of, has_image, restored
 from main.signals import Asked, Stopped
 from main.sources import Criteo, Synthetic, Tabular, prepared_directory
 from pauses import Timed, longest_by_state
+from threads import until
 from trainer_work import CLICKS, OWN, SPEC, work
 
 from jaxrec.checkpoint import Checkpointer, newest, read_manifest
@@ -70,6 +71,9 @@ def test_a_trainer_that_starts_at_the_end_of_its_share_has_no_batch(steps):
     assert shares == [[*range(steps // 3, -1, -1)]] * 3
 
 
+over = threading.Event()  # the pool is: `paced` streams end, also those of trainers that were killed
+
+
 class InThisProcess:
     """What a pool uses of `Process`; its object runs in threads, until it is killed."""
 
@@ -111,8 +115,11 @@ def pool_of(monkeypatch):
     monkeypatch.setattr("jaxrec.cluster.pool.RayProcess", process)
     monkeypatch.setattr("jaxrec.cluster.pool.packed", lambda work: work)
     cluster = types.SimpleNamespace(check_entered=lambda: None)
+    over.clear()
     with Supervised(SPEC, OWN[1], way=lambda *about: Handled(ShardServer(*about))) as servers:
         yield lambda work, trainers=1, **more: (TrainerPool(cluster, servers, work, trainers, **more), processes)
+        over.set()
+        until(lambda: all(thread.name != "free-trainer" for thread in threading.enumerate()))
 
 
 def test_a_successor_of_a_trainer_begins_where_that_was_and_every_example_counts_once(pool_of):
@@ -232,7 +239,9 @@ def paced(allowed):
     def batches(trainer, trainers):
         def stream(start):
             for number in range(start, 6):
-                assert allowed.acquire(timeout=60)
+                until(lambda: over.is_set() or allowed.acquire(blocking=False))
+                if over.is_set():
+                    raise EOFError
                 yield CLICKS.batch(number, 16)
 
         return stream
@@ -273,8 +282,6 @@ def test_where_all_die_at_once_successors_have_the_parameters_saved_last_and_nev
                 pool.save()
             for process in (processes[0], processes[2]):
                 process.kill()
-            for other in allowed[:2]:  # those of the dead ones, which are threads here
-                other.release(9)
 
     of_all = work(batches=batches, rule=model_averaging(), every_steps=1)
     pool, processes = pool_of(of_all, directory=tmp_path, save_every_seconds=1e6)

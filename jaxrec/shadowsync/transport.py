@@ -136,7 +136,7 @@ class Membership:
         """Register a trainer, or its successor; a transport serves a single training."""
         with uninterrupted(), self._changed:
             member = self._member(trainer)
-            if member.state in ("here", "done", "late"):
+            if member.state in ("here", "done"):
                 raise ValueError(f"trainer={trainer} has joined already: each trainer has a number of its own, from 0.")
             ended = any(each.state == "finished" for each in self._members)  # so have all, but for the lost ones
             late = ended and self.on_failure == "replace"
